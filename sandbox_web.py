@@ -1,0 +1,2290 @@
+"""The web service of `sandbox serve`: gateway, API, jobs and terminals on one port.
+
+The README, section "Web service API", describes what clients see. How it is made:
+
+- `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines and limits.
+- One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
+- A job is a detached process (`sandbox __job`) that writes into ~/.sandbox/jobs/<session>/<job>/; the server
+  only reads there, so it may be killed and started again at any time.
+- A terminal is a PTY that a thread of its own pumps to its viewers' WebSockets and into a ring of 1 MiB.
+
+Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandbox/web/<address>.* (lock, log,
+state). Knows no engine argv: sandbox.py builds them all.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import fcntl
+import gzip
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import struct
+import sys
+import termios
+import threading
+import time
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import parse_qsl, unquote_to_bytes
+
+import sandbox
+from sandbox import Config, Engine, EngineProblem, Layer, SandboxError, Session
+
+if TYPE_CHECKING:
+    import argparse
+    import ssl
+
+    from websockets.server import ServerProtocol
+
+DEFAULT_ADDRESS = "127.0.0.1:3000"
+HEAD_BYTES, TARGET_BYTES, HEADER_COUNT = 16 * 1024, 4096, 64
+BODY_BYTES, ANONYMOUS_BODY_BYTES = 1024 * 1024, 8 * 1024
+IDLE_SECONDS, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 60, 10, 30, 30
+CONNECTIONS = 600  # an older one that waits for a request makes room
+STACK_BYTES = 256 * 1024
+LOGIN_SECONDS = 7 * 86400
+FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
+LIST_SECONDS = 0.5  # how long a list of sessions may be given again
+POLL_SECONDS = 0.015  # how often a followed job's file is looked at
+HEARTBEAT_SECONDS = 15
+KEPT_JOBS = 200
+TAIL_BYTES = 16 * 1024
+CHUNK_BYTES = 64 * 1024
+RING_BYTES = WINDOW_BYTES = 1024 * 1024
+MESSAGE_BYTES = 1024 * 1024
+STALL_SECONDS = 5  # a viewer that takes nothing for so long no longer holds the program up
+PING_SECONDS, SILENCE_SECONDS = 30, 75
+LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
+TERMINALS = 100
+STOP_SECONDS = 15
+
+Params = Mapping[str, str]
+
+# How each agent is prompted without a terminal: JSON events, and the conversation goes on where there is one.
+PROMPT_COMMANDS = {
+    "claude": "claude -p {prompt} $(ls ~/.claude/projects/*/*.jsonl >/dev/null 2>&1 && echo --continue)"
+              " --output-format stream-json --verbose --dangerously-skip-permissions",
+    "gemini": "gemini -p {prompt} $(ls ~/.gemini/tmp/*/chats/*.json* >/dev/null 2>&1 && echo -r latest)"
+              " -o stream-json --yolo",
+    "codex": "codex exec $(ls ~/.codex/sessions/*/*/*/*.jsonl >/dev/null 2>&1 && echo resume --last)"
+             " --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox {prompt}",
+    "opencode": "opencode run $(opencode session list 2>/dev/null | grep -q ses_ && echo -c) --format json {prompt}",
+}
+
+# --- Errors ---
+
+# The one table from the code of an error to its status.
+STATUS = {
+    "bad_request": 400, "unauthorized": 401, "forbidden": 403, "not_found": 404, "method_not_allowed": 405,
+    "timeout": 408, "conflict": 409, "image_missing": 409, "too_large": 413, "target_too_long": 414,
+    "unsupported_type": 415, "expectation_failed": 417, "foreign_host": 421, "too_many": 429, "head_too_large": 431,
+    "internal": 500, "failed": 500, "not_implemented": 501, "engine_failed": 502, "engine_unavailable": 503,
+    "busy": 503, "version_not_supported": 505, "disk_full": 507,
+}
+PHRASES = {int(status): phrase for status, (phrase, _) in BaseHTTPRequestHandler.responses.items()}
+
+
+class WebError(Exception):
+    """What a client is told: a key of STATUS, a message to act on, and perhaps a hint and headers."""
+
+    def __init__(self, code: str, message: str, hint: str = "", headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.hint, self.headers = code, message, hint, headers or {}
+
+
+class Malformed(WebError):
+    """A request that cannot be read further: the connection is closed after the answer."""
+
+
+def as_web_error(error: Exception) -> WebError:
+    """What a client is told of any exception; the unexpected goes to the log, not to the client."""
+    if isinstance(error, WebError):
+        return error
+    if isinstance(error, EngineProblem):
+        code = "image_missing" if error.kind == "image" else "engine_unavailable"
+        return WebError(code, error.message, error.hint)
+    if isinstance(error, SandboxError):
+        if os.strerror(errno.ENOSPC) in error.message:
+            return WebError("disk_full", error.message, error.hint)
+        return WebError({2: "bad_request", 125: "engine_failed"}.get(error.code, "failed"), error.message, error.hint)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return WebError("disk_full", "the disk of the server is full", "make room there")
+    log("".join(traceback.format_exception(error)).rstrip())
+    return WebError("internal", "something went wrong inside the server; its log says what")
+
+
+def log(line: str) -> None:
+    print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), line, file=sys.stderr, flush=True)
+
+
+# --- Requests ---
+
+TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+ONCE = ("host", "content-length", "content-type", "origin", "authorization", "expect", "upgrade", "range",
+        "sec-websocket-key", "sec-websocket-version", "sec-fetch-site", "last-event-id")
+
+
+class Request:
+    """One request: its head, checked, and the body when it has been read."""
+
+    def __init__(self, method: str, target: str, version: str, headers: Mapping[str, str], raw: bytes) -> None:
+        self.method, self.version, self.headers, self.raw = method, version, headers, raw
+        self.path, self.query = split_target(target)
+        self.length = content_length(headers)
+        self.body = b""
+        self.address = ""
+        self.login = ""  # id of the login that the cookie proves
+
+    @property
+    def upgrade(self) -> bool:
+        return "upgrade" in self.headers
+
+    @property
+    def keeps_alive(self) -> bool:
+        return self.version == "HTTP/1.1" and "close" not in self.headers.get("connection", "").lower()
+
+    def number(self, name: str, default: int, low: int, high: int) -> int:
+        """A number of the query. Raises WebError when it is none, or outside of its limits."""
+        text = self.query.get(name, "")
+        if not text:
+            return default
+        if not (text.isascii() and text.isdigit() and len(text) < 19 and low <= int(text) <= high):
+            raise WebError("bad_request", f"{name}: {text[:40]!r} is not a number from {low} to {high}")
+        return int(text)
+
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object. Raises WebError."""
+        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise WebError("unsupported_type", "the body must be JSON", "send Content-Type: application/json")
+        try:
+            data = json.loads(self.body, parse_constant=refuse_constant)
+            json.dumps(data, ensure_ascii=False).encode()  # a lone surrogate could not be stored
+        except (ValueError, RecursionError) as error:
+            raise WebError("bad_request", f"the body is not valid JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise WebError("bad_request", "the body is not a JSON object")
+        return data
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_head(raw: bytes) -> Request:
+    """Read a request's head strictly: what two readers could understand differently is refused. Raises Malformed."""
+    lines = raw.decode("latin-1").split("\r\n")
+    if any(c in line for line in lines for c in "\r\n\0"):
+        raise Malformed("bad_request", "a line of the head has a control character")
+    words = lines[0].split(" ")
+    if len(words) != 3 or not TOKEN.fullmatch(words[0]):
+        raise Malformed("bad_request", "the request line is not of the form METHOD TARGET VERSION")
+    if words[2] not in ("HTTP/1.1", "HTTP/1.0"):
+        raise Malformed("version_not_supported", "the version is neither HTTP/1.1 nor HTTP/1.0")
+    if len(words[1]) > TARGET_BYTES:
+        raise Malformed("target_too_long", f"the target is longer than {TARGET_BYTES} bytes")
+    headers = parse_headers(lines[1:])
+    if not headers.get("host"):
+        raise Malformed("bad_request", "the header Host is missing")
+    if "transfer-encoding" in headers:
+        raise Malformed("not_implemented", "Transfer-Encoding is not supported", "send Content-Length")
+    return Request(words[0], words[1], words[2], headers, raw)
+
+
+def parse_headers(lines: Sequence[str]) -> dict[str, str]:
+    """Names in lower case; values of a repeated header are joined. Raises Malformed."""
+    if len(lines) > HEADER_COUNT:
+        raise Malformed("head_too_large", f"there are more than {HEADER_COUNT} headers")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        name, value = name.lower(), value.strip(" \t")
+        if not colon or not TOKEN.fullmatch(name) or any(c < " " and c != "\t" or c == "\x7f" for c in value):
+            raise Malformed("bad_request", "a header is malformed")
+        if name in headers and name in ONCE:
+            raise Malformed("bad_request", f"the header {name} is there twice")
+        headers[name] = headers[name] + ("; " if name == "cookie" else ", ") + value if name in headers else value
+    return headers
+
+
+def content_length(headers: Mapping[str, str]) -> int:
+    text = headers.get("content-length", "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise Malformed("bad_request", "Content-Length is not a number")
+    return int(text)
+
+
+def split_target(target: str) -> tuple[str, dict[str, str]]:
+    """Path, decoded once, and query. Raises Malformed for a path that others might read as another one."""
+    path, _, query = target.partition("?")
+    ambiguous = Malformed("bad_request", "the path is not in its plain form")
+    if not path.startswith("/") or any(not "!" <= c <= "~" for c in target) or "#" in target:
+        raise ambiguous
+    try:
+        decoded = unquote_to_bytes(path).decode()
+        pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=20)
+    except ValueError:
+        raise ambiguous from None
+    if any(c < " " or c in "%\\\x7f" for c in decoded) or decoded.count("/") != path.count("/"):
+        raise ambiguous
+    if "//" in decoded or any(part in (".", "..") for part in decoded.split("/")) or len(dict(pairs)) < len(pairs):
+        raise ambiguous
+    return decoded, dict(pairs)
+
+
+class Wire:
+    """The reading side of a connection; every wait has a deadline for the whole of it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.buffer = bytearray()
+
+    def fill(self, deadline: float) -> None:
+        """Read once. Raises TimeoutError and EOFError."""
+        self.sock.settimeout(max(0.001, deadline - time.monotonic()))
+        data = self.sock.recv(CHUNK_BYTES) if deadline > time.monotonic() else None
+        if data is None:
+            raise TimeoutError
+        if not data:
+            raise EOFError
+        self.buffer += data
+
+    def wait(self) -> None:
+        """Wait for the first byte of a request."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not self.buffer:
+            self.fill(deadline)
+
+    def head(self) -> bytes:
+        """The head up to its empty line. Raises Malformed."""
+        deadline = time.monotonic() + HEAD_SECONDS
+        while self.buffer.startswith(b"\r\n"):  # RFC 9112, 2.2
+            del self.buffer[:2]
+        while (at := self.buffer.find(b"\r\n\r\n", 0, HEAD_BYTES + 4)) < 0:
+            if len(self.buffer) > HEAD_BYTES:
+                raise Malformed("head_too_large", f"the head is longer than {HEAD_BYTES} bytes")
+            try:
+                self.fill(deadline)
+            except TimeoutError:
+                raise Malformed("timeout", f"the head did not come within {HEAD_SECONDS} seconds") from None
+        head = bytes(self.buffer[:at])
+        del self.buffer[: at + 4]
+        return head
+
+    def body(self, length: int) -> bytes:
+        """The body. Raises Malformed."""
+        deadline = time.monotonic() + BODY_SECONDS
+        while len(self.buffer) < length:
+            try:
+                self.fill(deadline)
+            except TimeoutError:
+                raise Malformed("timeout", f"the body did not come within {BODY_SECONDS} seconds") from None
+        body = bytes(self.buffer[:length])
+        del self.buffer[:length]
+        return body
+
+
+# --- Answers ---
+
+CSP = ("default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+       "font-src 'self'; connect-src 'self'; manifest-src 'self'; worker-src 'self'; base-uri 'none'; "
+       "form-action 'self'; frame-ancestors 'none'")
+COMMON = {
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "DENY", "Content-Security-Policy": CSP,
+}
+TYPES = {
+    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
+    "mjs": "text/javascript; charset=utf-8", "json": "application/json", "svg": "image/svg+xml", "png": "image/png",
+    "ico": "image/x-icon", "woff2": "font/woff2", "wasm": "application/wasm", "map": "application/json",
+    "webmanifest": "application/manifest+json", "txt": "text/plain; charset=utf-8",
+}
+
+
+class Answer:
+    """A whole answer; `packed` says that the body is gzip already."""
+
+    def __init__(self, body: bytes = b"", type: str = "text/plain; charset=utf-8", status: int = 200,
+                 headers: Mapping[str, str] | None = None, packed: bool = False) -> None:
+        self.body, self.type, self.status, self.packed = body, type, status, packed
+        self.headers = {"Cache-Control": "no-store", **(headers or {})}
+
+
+class Stream:
+    """An answer without an end: `run` writes to the socket until it returns, then the connection is closed."""
+
+    def __init__(self, type: str, run: Callable[[socket.socket], None]) -> None:
+        self.type, self.run = type, run
+
+
+class Upgrade:
+    """The connection goes to a terminal."""
+
+    def __init__(self, attach: Callable[[socket.socket, bytes], None]) -> None:
+        self.attach = attach
+
+
+def json_answer(data: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+    return Answer(body, TYPES["json"], status, headers)
+
+
+def error_answer(error: WebError) -> Answer:
+    detail = {"code": error.code, "message": error.message} | ({"hint": error.hint} if error.hint else {})
+    return json_answer({"error": detail}, STATUS[error.code], error.headers)
+
+
+def serialize(answer: Answer, request: Request | None, keep: bool) -> bytes:
+    """Head and body in one piece, compressed where that helps and the client can read it."""
+    body, headers = answer.body, dict(answer.headers)
+    accepts = request is not None and "gzip" in request.headers.get("accept-encoding", "")
+    if answer.packed and not accepts:
+        body = gzip.decompress(body)
+    elif accepts and not answer.packed and len(body) > 1024 and answer.type.startswith(("text/", "application/json")):
+        packer = zlib.compressobj(5, zlib.DEFLATED, 31)
+        body = packer.compress(body) + packer.flush()
+        headers["Content-Encoding"] = "gzip"
+    elif answer.packed:
+        headers["Content-Encoding"] = "gzip"
+    headers |= {"Content-Type": answer.type, "Content-Length": str(len(body)), "Vary": "Accept-Encoding",
+                "Connection": "keep-alive" if keep else "close"}
+    bare = answer.status == 304 or (request is not None and request.method == "HEAD")
+    return head_bytes(answer.status, headers) + (b"" if bare else body)
+
+
+def head_bytes(status: int, headers: Mapping[str, str]) -> bytes:
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())  # the server's locale is never set
+    lines = [f"HTTP/1.1 {status} {PHRASES.get(status, '')}", f"Date: {date}"]
+    lines += [f"{name}: {value}" for name, value in {**COMMON, **headers}.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+# --- Gateway ---
+
+ANONYMOUS = ("/auth/login", "/auth/logout", "/auth/frontend/login.css", "/auth/frontend/login.js",
+             "/preview/auth/login")
+HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+
+
+def is_plain_401(path: str) -> bool:
+    """Whether an anonymous request for the path gets a 401, and not the login page."""
+    return path in ("/api", "/auth") or path.startswith(("/api/", "/auth/"))
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, in lower case and without port and brackets; '' for nonsense."""
+    found = HOST.fullmatch(host)
+    return found[1].strip("[]").lower().removesuffix(".") if found else ""
+
+
+def check_host(request: Request, local: str, allowed: Sequence[str]) -> None:
+    """Refuse names that we are not known by (DNS rebinding); `local` is the address the client has reached."""
+    name = host_name(request.headers["host"])
+    loopback = is_loopback(local) and (name == "localhost" or is_loopback(name))
+    if not (name and (loopback or name == local or name in allowed)):
+        raise Malformed("foreign_host", f"this service does not answer to the name {name[:100]!r}",
+                        "start it with --allow-host <name>, or list the name in allowedHosts")
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def check_origin(request: Request, secure: bool) -> None:
+    """Refuse what another site's page sends. Programs send neither of the two headers."""
+    if request.method in ("GET", "HEAD") and not request.upgrade:
+        return
+    origin, host = request.headers.get("origin"), request.headers["host"].lower()
+    if origin is None and request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+        return
+    if (origin or "").lower() not in [f"https://{host}", *([] if secure else [f"http://{host}"])]:
+        raise WebError("forbidden", "the request comes from a page of another site")
+
+
+class Throttle:
+    """Failed logins by address and in total: after some free ones each doubles the wait."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.failures: dict[str, tuple[int, float]] = {}
+        self.level, self.when = 0.0, 0.0  # of all addresses; one a second is forgiven
+        self.trusted: dict[str, None] = {}  # addresses that have logged in: not locked out by others
+
+    def attempt(self, address: str, now: float) -> float:
+        """Count an attempt as failed, unless it must wait: the seconds to wait, or 0."""
+        with self.lock:
+            count, last = self.failures.get(address, (0, now))
+            if now - last > FORGIVEN_SECONDS:
+                count = 0
+            self.level, self.when = max(0.0, self.level - (now - self.when)), now
+            own = min(2.0 ** min(count - FREE_FAILURES, 16), LONGEST_WAIT_SECONDS) if count >= FREE_FAILURES else 0.0
+            full = self.level >= TOTAL_FAILURES and address not in self.trusted
+            wait = max(own - (now - last), self.level - TOTAL_FAILURES + 1 if full else 0.0)
+            if wait > 0:
+                return wait
+            self.failures.pop(address, None)
+            self.failures[address] = (count + 1, now)
+            self.level += 1
+            while len(self.failures) > 10_000:
+                self.failures.pop(next(iter(self.failures)))
+            return 0
+
+    def succeeded(self, address: str) -> None:
+        with self.lock:
+            self.failures.pop(address, None)
+            self.level = max(0.0, self.level - 1)
+            self.trusted[address] = None
+            while len(self.trusted) > 1000:
+                self.trusted.pop(next(iter(self.trusted)))
+
+
+def network_of(address: str) -> str:
+    """What a login is throttled by: an IPv4 address, or the /64 of an IPv6 address."""
+    with suppress(ValueError):
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        if isinstance(parsed, ipaddress.IPv6Address):
+            return str(ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
+    return address
+
+
+class Gateway:
+    """Who may pass: one account, and logins as signed cookies that end by time, logout or a new password.
+
+    The key of the signature comes from a secret of the server's and the credentials. Ended logins are
+    kept until their time is over, so that a restart does not bring them back.
+    """
+
+    def __init__(self, user: str, password: str, path: str, port: int, secure: bool) -> None:
+        self.account = digest(user, password)
+        self.path, self.secure = path, secure
+        self.cookie = f"sandbox_{port}"  # cookies know no ports: two servers would share one
+        self.throttle = Throttle()
+        self.lock = threading.Lock()
+        self.secret, self.ended = self.load()
+        self.key = hmac.digest(self.secret, self.account, "sha256")
+
+    def load(self) -> tuple[bytes, dict[str, float]]:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            with open(self.path, encoding="utf-8") as file:
+                data = json.load(file)
+            secret = bytes.fromhex(data["secret"])
+            if len(secret) == 32:
+                return secret, {str(id): float(expiry) for id, expiry in data["ended"].items()}
+        return self.store(secrets.token_bytes(32), {})
+
+    def store(self, secret: bytes, ended: dict[str, float]) -> tuple[bytes, dict[str, float]]:
+        with suppress(SandboxError):  # then logins end with the process
+            sandbox.write_private(self.path, json.dumps({"secret": secret.hex(), "ended": ended}))
+        return secret, ended
+
+    def sign(self, text: str) -> str:
+        return hmac.digest(self.key, text.encode(), "sha256").hex()
+
+    def new_cookie(self) -> str:
+        text = f"{secrets.token_hex(16)}.{int(time.time()) + LOGIN_SECONDS}"
+        return self.set_cookie(f"{text}.{self.sign(text)}", LOGIN_SECONDS)
+
+    def set_cookie(self, value: str, seconds: int) -> str:
+        secure = "; Secure" if self.secure else ""
+        return f"{self.cookie}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age={seconds}{secure}"
+
+    def login_of(self, header: str) -> str:
+        """The login that a Cookie header proves, as `<id>.<expiry>`, or ''."""
+        for pair in header.split(";"):
+            name, _, value = pair.strip().partition("=")
+            text, _, signature = value.rpartition(".")
+            if name != self.cookie or not hmac.compare_digest(self.sign(text).encode(), signature.encode()):
+                continue
+            id, _, expiry = text.partition(".")
+            if float(expiry) > time.time() and id not in self.ended:
+                return text
+        return ""
+
+    def log_in(self, user: str, password: str, address: str) -> str:
+        """The Set-Cookie of a new login. Raises WebError, after the same work for any wrong pair."""
+        where = network_of(address)
+        wait = self.throttle.attempt(where, time.monotonic())
+        if wait:
+            raise WebError("too_many", f"too many failed logins; try again in {wait:.0f} seconds",
+                           headers={"Retry-After": str(max(1, round(wait)))})
+        if not hmac.compare_digest(digest(user, password), self.account):
+            raise WebError("unauthorized", "wrong user name or password")
+        self.throttle.succeeded(where)
+        return self.new_cookie()
+
+    def log_out(self, login: str) -> None:
+        """End a login for good."""
+        id, _, expiry = login.partition(".")
+        with self.lock:
+            now = time.time()
+            self.ended = {id: e for id, e in self.ended.items() if e > now} | {id: float(expiry)}
+            self.store(self.secret, self.ended)
+
+
+def digest(user: str, password: str) -> bytes:
+    return hashlib.sha256(user.encode()).digest() + hashlib.sha256(password.encode()).digest()
+
+
+# --- Connections ---
+
+
+class Server(ThreadingHTTPServer):
+    """A thread per connection, up to CONNECTIONS of them; then the one that waits longest makes room."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], app: App, tls: ssl.SSLContext | None) -> None:
+        self.app, self.tls = app, tls
+        self.lock = threading.Lock()
+        self.count = 0
+        self.waiting: dict[Handler, None] = {}
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, Handler)
+
+    def server_bind(self) -> None:
+        """Bind, and do not ask the DNS for our own name as http.server does."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            self.count += 1
+            crowded, full = self.count > CONNECTIONS, self.count > CONNECTIONS + 50
+            oldest = next(iter(self.waiting), None) if crowded else None
+        if oldest:
+            oldest.interrupt()
+        try:
+            if full:
+                raise OSError("too many connections")
+            super().process_request(request, client_address)
+        except (OSError, RuntimeError):  # no thread could be started
+            self.left()
+            self.shutdown_request(request)
+
+    def left(self) -> None:
+        """One connection is gone."""
+        with self.lock:
+            self.count -= 1
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            log(traceback.format_exc().rstrip())
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection: its requests in turn."""
+
+    server: Server
+
+    def setup(self) -> None:
+        self.handed_over = False
+        self.connection = socket.socket(fileno=self.request.detach())
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.local = self.connection.getsockname()[0]
+
+    def finish(self) -> None:
+        if not self.handed_over:
+            with suppress(OSError):
+                self.connection.close()
+            self.server.left()
+
+    def interrupt(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def handle(self) -> None:
+        with suppress(OSError, EOFError):  # the client has gone, or is too slow
+            if self.server.tls:
+                self.connection.settimeout(HEAD_SECONDS)
+                self.connection = self.server.tls.wrap_socket(self.connection, server_side=True)
+            self.wire = Wire(self.connection)
+            while self.one_request():
+                pass
+
+    def one_request(self) -> bool:
+        """Read a request and answer it; whether the connection stays."""
+        self.waiting(True)
+        try:
+            self.wire.wait()
+            self.request_now: Request | None = None
+            self.unread, began = True, time.monotonic()
+            answer = self.answer_of_next()
+        finally:
+            self.waiting(False)
+        request = self.request_now
+        if isinstance(answer, Answer):
+            keep = request is not None and request.keeps_alive and not self.unread
+            self.connection.settimeout(WRITE_SECONDS)
+            self.connection.sendall(serialize(answer, request, keep))
+            self.log_line(answer.status, began)
+            if self.unread:
+                self.linger()
+            return keep
+        if isinstance(answer, Stream):
+            self.log_line(200, began)
+            self.connection.settimeout(WRITE_SECONDS)
+            headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
+            self.connection.sendall(head_bytes(200, headers))
+            answer.run(self.connection)
+        else:
+            self.log_line(101, began)
+            self.handed_over = True
+            answer.attach(self.connection, bytes(self.wire.buffer))
+        return False
+
+    def answer_of_next(self) -> Answer | Stream | Upgrade:
+        """Read and route one request; every exception becomes an answer."""
+        try:
+            self.request_now = request = parse_head(self.wire.head())
+            self.waiting(False)
+            request.address = str(self.client_address[0])
+            check_host(request, self.local, self.server.app.hosts)
+            return self.server.app.answer(request, self.read_body)
+        except (TimeoutError, EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            if isinstance(error, Malformed):
+                self.unread = True
+            return error_answer(as_web_error(error))
+
+    def read_body(self, limit: int) -> bytes:
+        """The body of the request at hand. Raises WebError when it is longer than the limit."""
+        request = self.request_now
+        assert request
+        if request.length > limit:
+            raise Malformed("too_large", f"the body is longer than {limit} bytes")
+        expected = request.headers.get("expect", "")
+        if expected and expected.lower() != "100-continue":
+            raise Malformed("expectation_failed", "the header Expect may be 100-continue only")
+        if expected and request.length > len(self.wire.buffer):
+            self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = self.wire.body(request.length)
+        self.unread = False
+        return body
+
+    def waiting(self, waits: bool) -> None:
+        """Note that this connection waits for a request, so that it may be the one that makes room."""
+        with self.server.lock:
+            self.server.waiting.pop(self, None)
+            if waits:
+                self.server.waiting[self] = None
+
+    def linger(self) -> None:
+        """Let the client read our answer before the rest of what it sends is answered with a reset."""
+        self.connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + 1
+        for _ in range(64):
+            self.wire.buffer.clear()
+            self.wire.fill(deadline)
+
+    def log_line(self, status: int, began: float) -> None:
+        request = self.request_now
+        what = f"{request.method} {request.path}" if request else "-"
+        log(f"{self.client_address[0]} {ascii(what)[1:-1]} {status} {(time.monotonic() - began) * 1000:.1f}ms")
+
+
+# --- Pages ---
+
+
+def asset_names() -> list[str]:
+    """Paths below static/ of what pages are made from, in a checkout, a wheel or a zipapp."""
+    here = os.path.dirname(os.path.abspath(sandbox.__file__))
+    if os.path.isfile(here):
+        import zipfile
+
+        with zipfile.ZipFile(here) as archive:
+            names = [name.partition("/")[2] for name in archive.namelist() if name.startswith("sandbox_static/")]
+    else:
+        top = next((p for folder in ("sandbox_static", "static") if os.path.isdir(p := f"{here}/{folder}")), here)
+        names = [os.path.relpath(os.path.join(at, file), top) for at, _, files in os.walk(top) for file in files]
+    return sorted(name for name in names if name.startswith(("ui/", "preview/", "auth/")))
+
+
+@lru_cache
+def asset_version() -> str:
+    """A hash of everything that pages load: it is part of their addresses, so that those can be cached for ever."""
+    whole = hashlib.sha256()
+    for name in asset_names():
+        whole.update(f"{name}\0".encode() + hashlib.sha256(sandbox.asset(name)).digest())
+    return whole.hexdigest()[:16]
+
+
+@lru_cache(maxsize=128)
+def packed_asset(name: str) -> tuple[bytes, str, bool]:
+    """Body, content type, and whether the body is gzip. Raises WebError when there is no such asset."""
+    type = TYPES.get(name.rpartition(".")[2])
+    try:
+        body = sandbox.asset(name) if type else None
+    except SandboxError:
+        body = None
+    if body is None or type is None:
+        raise WebError("not_found", "there is no such file")
+    if name.endswith(".html"):
+        body = body.replace(b"{{version}}", asset_version().encode())
+    packed = gzip.compress(body, 9, mtime=0)
+    return (packed, type, True) if len(packed) < len(body) * 0.9 else (body, type, False)
+
+
+def static_file(name: str) -> Callable[[App, Request, Params], Answer]:
+    """A route to one file, not cached."""
+    def get(_app: App, _request: Request, _params: Params) -> Answer:
+        body, type, packed = packed_asset(name)
+        return Answer(body, type, packed=packed)
+
+    return get
+
+
+def get_asset(folder: str) -> Callable[[App, Request, Params], Answer]:
+    """A route to the files of a folder, at an address with their hash."""
+    def get(_app: App, _request: Request, params: Params) -> Answer:
+        body, type, packed = packed_asset(f"{folder}/{params['file']}")
+        current = params["version"] == asset_version()
+        cache = "private, max-age=31536000, immutable" if current else "no-store"
+        return Answer(body, type, headers={"Cache-Control": cache}, packed=packed)
+
+    return get
+
+
+def post_login(app: App, request: Request, _params: Params) -> Answer:
+    data = fields(request.json(), username=str, password=str)
+    if len(data) < 2:
+        raise WebError("bad_request", "username and password are needed")
+    cookie = app.gateway.log_in(data["username"], data["password"], request.address)
+    return json_answer({"ok": True}, headers={"Set-Cookie": cookie})
+
+
+def post_logout(app: App, request: Request, _params: Params) -> Answer:
+    if request.login:
+        app.gateway.log_out(request.login)
+    return json_answer({"ok": True}, headers={"Set-Cookie": app.gateway.set_cookie("", 0)})
+
+
+def fields(data: Mapping[str, Any], **types: type) -> dict[str, Any]:
+    """The fields that are there, null left out. Raises WebError for an unknown one or a wrong type."""
+    for name, value in data.items():
+        if name not in types:
+            raise WebError("bad_request", f"unknown field {name!r}{sandbox.nearest(name, types)}",
+                           f"the fields are {', '.join(types)}")
+        fits = isinstance(value, types[name]) and (types[name] is not int or not isinstance(value, bool))
+        if value is not None and not fits:
+            raise WebError("bad_request", f"{name}: {json.dumps(value)[:80]} is not a {types[name].__name__}")
+    return {name: value for name, value in data.items() if value is not None}
+
+
+# --- Sessions ---
+
+
+@contextmanager
+def as_request_error() -> Iterator[None]:
+    """A check that fails here is the client's mistake, whatever status the command line has for it."""
+    try:
+        yield
+    except SandboxError as error:
+        raise WebError("bad_request", error.message, error.hint) from None
+
+
+class Sessions:
+    """The list of sessions: one call of the engine at a time, however many ask."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.changes = 0
+        self.rows: list[dict[str, str]] = []
+        self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def list(self) -> list[dict[str, str]]:
+        with self.lock:
+            changes, when = self.known
+            if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
+                changes = self.changes
+                self.rows = sandbox.list_sessions(sandbox.candidates(base_config()))
+                self.known = (changes, time.monotonic())
+            return self.rows
+
+
+def base_config() -> Config:
+    return sandbox.load_config(Layer({}, ""))
+
+
+def find(name: str) -> tuple[Engine, Session]:
+    """The session of a name. Raises WebError when there is none."""
+    try:
+        sandbox.a_name(name)
+        engine, session = sandbox.find_session(sandbox.candidates(base_config()), name)
+    except ValueError:
+        session = None
+    except SandboxError as error:
+        if error.message.endswith("is not a sandbox session"):
+            raise WebError("not_found", error.message) from None
+        raise
+    if session is None:
+        raise WebError("not_found", f"there is no session {name!r}")
+    return engine, session
+
+
+def find_running(name: str) -> tuple[Engine, Session]:
+    engine, session = find(name)
+    if session.state != "running":
+        raise WebError("conflict", f"the session {name} is {session.state}", "start it first")
+    return engine, session
+
+
+SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
+
+
+def read_settings(name: str) -> dict[str, Any]:
+    """The settings made for a session. Raises SandboxError for a file that is not what we wrote."""
+    path = sandbox.settings_path(name)
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
+    if not isinstance(data, dict):
+        raise SandboxError(f"{path}: the file is not a JSON object", "correct the file or remove it")
+    return data
+
+
+def session_config(session: Session, settings: Mapping[str, Any] | None = None) -> Config:
+    """What is in force for a session now: the configuration, what its creation said, and its settings."""
+    settings = read_settings(session.name) if settings is None else settings
+    data = sandbox.read_config()
+    _, kept = session.created()
+    path = sandbox.settings_path(session.name)
+    flags = {key: value for key, value in settings.items() if key != "agentPromptCommand"}
+    return sandbox.load_config(
+        Layer(flags, f"{path}: "), session.profile if session.profile in data.get("runs", {}) else None,
+        Layer(kept, dict.fromkeys(kept, f"container {session.name}")), data)
+
+
+def prompt_template(session: Session, config: Config, settings: Mapping[str, Any]) -> str:
+    """The session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
+    own = settings.get("agentPromptCommand")
+    if own is not None:
+        return str(own)
+    return str(config.get("agentPromptCommand") or PROMPT_COMMANDS.get(session.agent, ""))
+
+
+def recreate_lines(session: Session, config: Config) -> list[str]:
+    """In what the container differs from its configuration: what needs a new container."""
+    have, _ = session.created()
+    want = sandbox.spec_of(config) | {key: have.get(key) for key in ("directory", "workdir", "sources")}
+    return sandbox.differences(have, want)
+
+
+def workdir(session: Session) -> str:
+    return str(session.created()[0].get("workdir") or "/")
+
+
+def session_data(session: Session, engine: Engine) -> dict[str, Any]:
+    have, _ = session.created()
+    config = session_config(session)
+    return {
+        "name": session.name, "state": session.state, "agent": session.agent, "profile": session.profile,
+        "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
+        "image": have.get("image", ""), "network": have.get("network", ""), "ports": have.get("ports", []),
+        "runtime": engine.name, "recreate": recreate_lines(session, config),
+        "agentPromptCommand": prompt_template(session, config, read_settings(session.name)),
+    }
+
+
+def get_sessions(app: App, request: Request, _params: Params) -> Answer:
+    """All sessions; ?tail=<bytes> adds the end of the last job's output."""
+    tail = request.number("tail", 0, 0, TAIL_BYTES)
+    terminals = [terminal.session.name for terminal in app.terminals.all() if not terminal.ended]
+    rows = []
+    for row in app.sessions.list():
+        jobs = list_jobs(row["name"], 20)
+        running = sum(job["state"] == "running" for job in jobs)
+        last = dict(jobs[0]) if jobs else None
+        if last and tail:
+            last["tail"] = output_tail(row["name"], last["id"], tail)
+        rows.append({**row, "jobs": running, "terminals": terminals.count(row["name"]), "last": last})
+    return json_answer(rows)
+
+
+def post_sessions(app: App, request: Request, _params: Params) -> Answer:
+    """Create a session."""
+    data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str, image=str,
+                  network=object, env=dict, autostart=str, agentPromptCommand=str)
+    keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath", "image": "imageVersion"}
+    settings = checked_settings({key: data.pop(key) for key in SETTINGS if key in data and key != "network"}, {})
+    profile = data.pop("profile", None)
+    flags = Layer({keys.get(name, name): value for name, value in data.items()},
+                  {key: name for name, key in keys.items()}, 2)
+    config = sandbox.load_config(flags, profile)
+    directory = config.get("hostPath")
+    if config.source("hostPath") == "default":
+        raise WebError("bad_request", "the directory is missing", "give directory: an absolute path on the host")
+    if not os.path.isdir(directory):
+        raise WebError("bad_request", f"directory: {directory} is not a directory on the host")
+    name = config.get("containerName") or sandbox.generated_name(directory)
+    engines = sandbox.candidates(config)
+    with CREATION_LOCK:  # of two that want one name the second gets the message
+        try:
+            taken = sandbox.find_session(engines, name)[1]
+        except EngineProblem:
+            raise
+        except SandboxError as error:
+            raise WebError("conflict", error.message, "choose another name") from None
+        if taken:
+            raise WebError("conflict", f"there is a session {name} already", "choose another name")
+        return create(app, engines, name, config, flags, settings)
+
+
+CREATION_LOCK = threading.Lock()
+
+
+def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags: Layer,
+           settings: dict[str, Any]) -> Answer:
+    """Create the container and its settings, and run the autostart script."""
+    spec = sandbox.spec_of(config)
+    with as_request_error():
+        sandbox.check_spec(spec)
+        sandbox.check_mounts(spec)
+    engine, session = sandbox.create_session(engines, name, config, flags)
+    app.sessions.changed()
+    if not settings.get("agentPromptCommand") and not config.get("agentPromptCommand"):
+        settings |= {"agentPromptCommand": PROMPT_COMMANDS[session.agent]} if session.agent else {}
+    sandbox.forget_files(name)
+    sandbox.write_private(sandbox.settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    autostart(engine, session)
+    return json_answer(session_data(session, engine), 201)
+
+
+def post_recreate(app: App, _request: Request, params: Params) -> Answer:
+    """Remove the container and create it again from what is configured now; settings and jobs stay."""
+    engine, session = find(params["session"])
+    settings = read_settings(session.name)
+    config = session_config(session, settings)
+    have, kept = session.created()
+    kept = {**kept, "hostPath": have["directory"], "containerPath": have["workdir"]}
+    flags = Layer({k: v for k, v in kept.items() if k not in settings}
+                  | ({"network": settings["network"]} if "network" in settings else {}), "")
+    config = sandbox.load_config(flags, config.profile or None)
+    with as_request_error():
+        sandbox.check_spec(sandbox.spec_of(config))
+    if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
+        raise sandbox.missing_image(engine, config)
+    app.terminals.close_all(session.name)
+    sandbox.remove_container(engine, session)
+    engine, session = sandbox.create_session([engine], session.name, config, flags)
+    app.sessions.changed()
+    autostart(engine, session)
+    return json_answer(session_data(session, engine))
+
+
+def get_session(_app: App, _request: Request, params: Params) -> Answer:
+    engine, session = find(params["session"])
+    return json_answer(session_data(session, engine))
+
+
+def delete_session(app: App, _request: Request, params: Params) -> Answer:
+    engine, session = find(params["session"])
+    sandbox.remove_session(engine, session)
+    for folder in [folder for folder in list(ENDED_JOBS) if folder.startswith(job_folder(session.name) + "/")]:
+        ENDED_JOBS.pop(folder, None)
+    app.sessions.changed()
+    app.terminals.close_all(session.name)
+    return json_answer({"ok": True})
+
+
+def post_start(app: App, _request: Request, params: Params) -> Answer:
+    engine, session = find(params["session"])
+    was_running = session.state == "running"
+    sandbox.started(engine, session)
+    app.sessions.changed()
+    if not was_running:
+        autostart(engine, session)
+    return json_answer(session_data(session, engine))
+
+
+def post_stop(app: App, _request: Request, params: Params) -> Answer:
+    engine, session = find(params["session"])
+    sandbox.stopped(engine, session)
+    app.sessions.changed()
+    return json_answer(session_data(session, engine))
+
+
+def settings_answer(session: Session) -> Answer:
+    """The settings, what is in force, and what needs a new container."""
+    settings = read_settings(session.name)
+    config = session_config(session, settings)
+    effective = {key: config.get(key) for key in ("network", "autostart")}
+    effective["agentPromptCommand"] = prompt_template(session, config, settings)
+    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS}, "effective": effective,
+                        "recreate": recreate_lines(session, config)})
+
+
+def get_settings(_app: App, _request: Request, params: Params) -> Answer:
+    return settings_answer(find(params["session"])[1])
+
+
+def put_settings(_app: App, request: Request, params: Params) -> Answer:
+    """Change settings: a key that is left out stays, null takes it back to what is configured."""
+    data = request.json()
+    _, session = find(params["session"])
+    with SETTINGS_LOCK:
+        settings = checked_settings(data, read_settings(session.name))
+        config = session_config(session, settings)
+        with as_request_error():
+            sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
+            sandbox.env_script(sandbox.exec_env(config))
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        sandbox.write_private(sandbox.settings_path(session.name), text)
+    return settings_answer(session)
+
+
+SETTINGS_LOCK = threading.Lock()
+
+
+def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Old settings with the changes, checked as the command line checks them. Raises SandboxError or WebError."""
+    fields(changes, **dict.fromkeys(SETTINGS, object))
+    given = {key: value for key, value in changes.items() if value is not None}
+    none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}  # no AGENT mode, not the default
+    checked = Layer({key: value for key, value in given.items() if key not in none}, "", 2).values
+    return {key: value for key, value in old.items() if key not in changes} | checked | none
+
+
+def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
+    """What a session can be created from."""
+    data = sandbox.read_config()
+    profiles = []
+    for name in data.get("runs", {}):
+        try:
+            config = sandbox.load_config(Layer({}, ""), name, data=data)
+            own = config.source("hostPath") != "default"
+            profiles.append({"name": name, "agent": config.get("yolo") or "", "image": config.image,
+                             "directory": config.get("hostPath") if own else "", "error": None})
+        except SandboxError as error:
+            profiles.append({"name": name, "agent": "", "image": "", "directory": "", "error": error.message})
+    return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS), "directory": os.getcwd()})
+
+
+# --- Jobs ---
+# ~/.sandbox/jobs/<session>/<job>/: job.json what it is, output the bytes of both streams as they came, runs the
+# lengths of their runs (see sandbox.Recorder), status how it ended, lock held by the supervisor, cancel when asked.
+
+
+def job_folder(session: str, job: str = "") -> str:
+    return os.path.join(sandbox.jobs_path(session), job).rstrip("/")
+
+
+def iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}Z"
+
+
+def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
+              extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run a shell command line in a session under a supervisor of its own; the job as clients see it."""
+    env = sandbox.exec_env(session_config(session)) | dict(extra_env or {})
+    with as_request_error():
+        script = sandbox.env_script(env)
+    if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
+        raise WebError("too_large", f"the command is longer than {sandbox.ENVIRONMENT_BYTES} bytes")
+    prune_jobs(session.name)
+    now = time.time()
+    id, tag = f"{int(now * 1000):011x}-{sandbox.random_id()}", sandbox.random_id()
+    folder = job_folder(session.name, id)
+    argv = sandbox.exec_argv(engine, session, workdir(session), tag, sandbox.compose(command, []))
+    job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown, "started": iso(now)}
+    sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        pid = sandbox.spawn([*own_argv(), "__job", folder], env={**os.environ, "SANDBOX_ENV": script},
+                            fds={0: null, 1: null, 2: null}, own_group=True)
+    finally:
+        os.close(null)
+    if sandbox.status_of(pid):
+        raise WebError("internal", "the supervisor of the job could not be started")
+    return read_job(session.name, id)
+
+
+def own_argv() -> list[str]:
+    """How to start sandbox.py again, from wherever it was loaded, with nothing but the standard library."""
+    path = os.path.abspath(sandbox.__file__)
+    return [sys.executable, "-I", "-S", path if os.path.isfile(path) else os.path.dirname(path)]
+
+
+def autostart(engine: Engine, session: Session) -> None:
+    """Start the session's autostart script as a job; a failure is that job's affair."""
+    script = session_config(session).get("autostart")
+    try:
+        if script:
+            start_job(engine, session, "autostart", script, {})
+    except (WebError, SandboxError, OSError) as error:
+        log(f"the autostart script of {session.name} could not be started: {error}")
+
+
+ENDED_JOBS: dict[str, dict[str, Any]] = {}  # what is over does not change
+
+
+def read_job(session: str, id: str) -> dict[str, Any]:
+    """A job as clients see it. Raises WebError when there is none."""
+    folder = job_folder(session, id)
+    if folder in ENDED_JOBS:
+        return ENDED_JOBS[folder]
+    try:
+        with open(f"{folder}/job.json", encoding="utf-8") as file:
+            job: dict[str, Any] = json.load(file)["job"]
+        alive = is_locked(f"{folder}/lock")
+        with open(f"{folder}/status", encoding="utf-8") as file:
+            status = json.loads(file.read().strip() or "{}")
+        size = os.stat(f"{folder}/output").st_size
+    except (OSError, ValueError, KeyError):
+        raise WebError("not_found", f"there is no job {id!r}") from None
+    cancelled = os.path.exists(f"{folder}/cancel")
+    state = "running" if alive and not status else "lost" if not status else "cancelled" if cancelled else "ended"
+    job |= {"state": state, "exit": status.get("exit"), "ended": status.get("ended"), "size": size,
+            "error": status.get("error")}
+    if state == "lost":
+        job["error"] = "the job's supervisor was killed; what came after is not known"
+    if state != "running":
+        while len(ENDED_JOBS) > 500:
+            ENDED_JOBS.pop(next(iter(ENDED_JOBS)), None)
+        ENDED_JOBS[folder] = job
+    return job
+
+
+def is_locked(path: str) -> bool:
+    """Whether a process holds the lock of a file."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def job_ids(session: str) -> list[str]:
+    """Newest first."""
+    try:
+        return sorted(os.listdir(job_folder(session)), reverse=True)
+    except OSError:
+        return []
+
+
+def list_jobs(session: str, limit: int) -> list[dict[str, Any]]:
+    jobs = []
+    for id in job_ids(session)[:limit]:
+        with suppress(WebError):
+            jobs.append(read_job(session, id))
+    return jobs
+
+
+def prune_jobs(session: str) -> None:
+    """Remove the oldest jobs that are over."""
+    for id in job_ids(session)[KEPT_JOBS:]:
+        with suppress(WebError):
+            if read_job(session, id)["state"] == "running":
+                continue
+        sandbox.remove_tree(job_folder(session, id))
+
+
+def job_of(params: Params) -> dict[str, Any]:
+    """The job that a path names. Raises WebError."""
+    if not sandbox.is_plain(params["job"], "-"):
+        raise WebError("not_found", "there is no such job")
+    with suppress(ValueError):
+        return read_job(sandbox.a_name(params["session"]), params["job"])
+    raise WebError("not_found", "there is no such session")
+
+
+class Follower:
+    """Reads a job's output from an offset on, run by run."""
+
+    def __init__(self, folder: str, offset: int) -> None:
+        self.position = offset
+        self.start, self.stream = 0, 0  # of the run at hand
+        self.output = os.open(f"{folder}/output", os.O_RDONLY)
+        self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
+        self.unparsed = b""
+
+    def close(self) -> None:
+        os.close(self.output)
+        os.close(self.runs)
+
+    def next(self, over: bool) -> tuple[int, bytes] | None:
+        """The next piece as (stream, bytes), whole characters; None when there is nothing (more, if it is over)."""
+        size = os.fstat(self.output).st_size  # before the runs: what is below this size has its runs written
+        while self.position < size:
+            length = self.run_length()
+            end = size if length is None else min(self.start + length, size)
+            if length is not None and self.position >= self.start + length:
+                self.start, self.stream = self.start + length, 1 - self.stream
+                self.unparsed = self.unparsed[varint(self.unparsed)[1] :]
+                continue
+            data = os.pread(self.output, min(CHUNK_BYTES, end - self.position), self.position)
+            last = self.position + len(data) == end and (length is not None or over)
+            data = data if last else whole_characters(data)
+            self.position += len(data)
+            return (self.stream, data) if data else None
+        return None
+
+    def run_length(self) -> int | None:
+        """The length of the run at hand; None while it still grows."""
+        if not varint(self.unparsed)[1]:
+            self.unparsed += os.read(self.runs, 4096)
+        value, used = varint(self.unparsed)
+        return value if used else None
+
+
+def varint(data: bytes) -> tuple[int, int]:
+    """The number at the beginning (LEB128) and how many bytes it takes; 0 bytes when it is incomplete."""
+    value = 0
+    for index, byte in enumerate(data[:10]):
+        value |= (byte & 127) << 7 * index
+        if byte < 128:
+            return value, index + 1
+    return 0, 0
+
+
+def whole_characters(data: bytes) -> bytes:
+    """The data without the beginning of a UTF-8 character at its end."""
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return data[:-back] if needed > back else data
+        if byte < 0x80:
+            break
+    return data
+
+
+def output_tail(session: str, id: str, size: int) -> str:
+    """The end of a job's output, both streams together."""
+    with suppress(OSError), open(f"{job_folder(session, id)}/output", "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+        return file.read(size).decode(errors="replace")
+    return ""
+
+
+def event_bytes(name: str, data: object, id: int | None = None) -> bytes:
+    head = f"event: {name}\n" if id is None else f"id: {id}\nevent: {name}\n"
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+
+
+def follow_job(sock: socket.socket, session: str, id: str, offset: int, stopping: Callable[[], bool]) -> None:
+    """Send a job's output from an offset on as server-sent events, until the job has ended or the client has gone."""
+    follower = Follower(job_folder(session, id), offset)
+    # One per stream: the other stream's output may come between the bytes of a character.
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    try:
+        sock.sendall(event_bytes("job", read_job(session, id)))
+        quiet = time.monotonic()
+        while not stopping():
+            job = read_job(session, id)  # before the output: what an ended job has written is all there
+            events, size = [], 0
+            while size < CHUNK_BYTES and (piece := follower.next(job["state"] != "running")):
+                name = ("stdout", "stderr")[piece[0]]
+                events.append(event_bytes(name, decoders[piece[0]].decode(piece[1]), follower.position))
+                size += len(piece[1])
+            if not events and job["state"] != "running":
+                for name, decoder in zip(("stdout", "stderr"), decoders, strict=True):
+                    if rest := decoder.decode(b"", True):
+                        sock.sendall(event_bytes(name, rest, follower.position))
+                sock.sendall(event_bytes("end", job, follower.position))
+                return
+            if not events and time.monotonic() - quiet > HEARTBEAT_SECONDS:
+                events.append(b": still here\n\n")
+            if events:
+                sock.sendall(b"".join(events))
+                quiet = time.monotonic()
+            if poller.poll(0 if size >= CHUNK_BYTES else POLL_SECONDS * 1000) and not sock.recv(4096):
+                return
+    finally:
+        follower.close()
+
+
+def only_text(request: Request, name: str, what: str) -> str:
+    """The one field of a body, which must have text in it. Raises WebError."""
+    text = str(fields(request.json(), **{name: str}).get(name, ""))
+    if not text.strip() or "\0" in text:
+        raise WebError("bad_request", f"the {name} is missing", f"give {name}: {what}")
+    return text
+
+
+def post_command(app: App, request: Request, params: Params) -> Answer:
+    command = only_text(request, "command", "a line for a shell")
+    engine, session = find_running(params["session"])
+    return json_answer(start_job(engine, session, "command", command, {}), 201)
+
+
+def post_prompt(app: App, request: Request, params: Params) -> Answer:
+    prompt = only_text(request, "prompt", "what the agent is asked")
+    engine, session = find_running(params["session"])
+    settings = read_settings(session.name)
+    # A template that another hand has broken must end here, not in the check of the whole configuration.
+    template = settings.get("agentPromptCommand")
+    if template is None:
+        template = prompt_template(session, session_config(session, settings), settings)
+    if "{prompt}" not in str(template):
+        reason = "lacks the placeholder {prompt}" if template else "has no agentPromptCommand"
+        raise WebError("conflict", f"the session {session.name} {reason}", "set agentPromptCommand in its settings")
+    command = insert_prompt(str(template))
+    shown = {"prompt": prompt, "agent": session.agent if template == PROMPT_COMMANDS.get(session.agent) else ""}
+    return json_answer(start_job(engine, session, "prompt", command, shown, {"SANDBOX_PROMPT": prompt}), 201)
+
+
+def insert_prompt(template: str) -> str:
+    """The template with {prompt} as one shell word, by way of a variable: no character of a prompt is shell syntax."""
+    words = {"": '"$SANDBOX_PROMPT"', '"': "${SANDBOX_PROMPT}", "'": "'\"$SANDBOX_PROMPT\"'"}
+    quoted, at, result = "", 0, ""
+    while at < len(template):
+        if template.startswith("{prompt}", at):
+            result, at = result + words[quoted], at + len("{prompt}")
+            continue
+        char = template[at : at + 2] if template[at] == "\\" and quoted != "'" else template[at]
+        if char in ("'", '"') and quoted in ("", char):
+            quoted = "" if quoted else char
+        result, at = result + char, at + len(char)
+    return result
+
+
+def get_jobs(_app: App, request: Request, params: Params) -> Answer:
+    try:
+        return json_answer(list_jobs(sandbox.a_name(params["session"]), request.number("limit", 50, 1, KEPT_JOBS)))
+    except ValueError:
+        raise WebError("not_found", "there is no such session") from None
+
+
+def get_job(_app: App, _request: Request, params: Params) -> Answer:
+    return json_answer(job_of(params))
+
+
+def get_events(app: App, request: Request, params: Params) -> Stream:
+    """Server-sent events of a job, from ?from=<offset> or Last-Event-ID on."""
+    job = job_of(params)
+    if "last-event-id" in request.headers:
+        request.query["from"] = request.headers["last-event-id"]
+    offset = request.number("from", 0, 0, 1 << 60)
+    return Stream("text/event-stream; charset=utf-8",
+                  lambda sock: follow_job(sock, job["session"], job["id"], offset, lambda: app.stopping))
+
+
+def get_output(_app: App, request: Request, params: Params) -> Stream:
+    """The output's bytes as they were, of both streams or of ?stream=stdout|stderr."""
+    job = job_of(params)
+    wanted = request.query.get("stream", "")
+    if wanted not in ("", "stdout", "stderr"):
+        raise WebError("bad_request", "stream: it is neither stdout nor stderr")
+
+    def send(sock: socket.socket) -> None:
+        follower = Follower(job_folder(job["session"], job["id"]), 0)
+        try:
+            while piece := follower.next(True):
+                if wanted in ("", ("stdout", "stderr")[piece[0]]):
+                    sock.sendall(piece[1])
+        finally:
+            follower.close()
+
+    return Stream("application/octet-stream", send)
+
+
+def delete_job(app: App, _request: Request, params: Params) -> Answer:
+    """Cancel: interrupt, then terminate, then kill what the job has started inside the container."""
+    job = job_of(params)
+    if job["state"] != "running":
+        raise WebError("conflict", f"the job is not running: it has {job['state']}")
+    engine, session = find(params["session"])
+    folder = job_folder(job["session"], job["id"])
+    with open(f"{folder}/job.json", encoding="utf-8") as file:
+        tag = json.load(file)["tag"]
+    first = not os.path.exists(f"{folder}/cancel")
+    with open(f"{folder}/cancel", "w"):
+        pass
+    threading.Thread(target=cancel, args=(engine, session, folder, tag, first), daemon=True).start()
+    return json_answer(job, 202)
+
+
+def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool) -> None:
+    """Interrupt and see whether the job ends; where it does not, or was asked a second time, terminate and kill."""
+    if gently:
+        sandbox.Output(sandbox.signal_argv(engine, session, tag, "INT", 0)).result()
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and is_locked(f"{folder}/lock"):
+            time.sleep(0.05)
+    sandbox.Output(sandbox.signal_argv(engine, session, tag, "TERM", 3)).result()
+
+
+# --- Terminals ---
+
+
+class Ring:
+    """The last RING_BYTES of an output, at most one chunk more; `start` and `end` count from its first byte."""
+
+    def __init__(self) -> None:
+        self.chunks: deque[bytearray] = deque()
+        self.start = self.end = 0
+
+    def add(self, data: bytes) -> None:
+        if not self.chunks or len(self.chunks[-1]) + len(data) > CHUNK_BYTES:
+            self.chunks.append(bytearray())
+        self.chunks[-1] += data
+        self.end += len(data)
+        while self.end - self.start - len(self.chunks[0]) >= RING_BYTES:
+            self.start += len(self.chunks.popleft())
+
+    def read(self, position: int) -> bytes:
+        """What follows a position that lies within the ring: up to the end of the chunk it is in."""
+        at = self.start
+        for chunk in self.chunks:
+            if position < at + len(chunk):
+                return bytes(chunk[position - at :])
+            at += len(chunk)
+        return b""
+
+
+class Viewer:
+    """A WebSocket that shows a terminal; `sent` and `acked` are positions in the terminal's output."""
+
+    def __init__(self, sock: socket.socket, protocol: ServerProtocol, left: Callable[[], None], wants: bool) -> None:
+        self.sock, self.protocol, self.left, self.wants_to_write = sock, protocol, left, wants
+        self.pending = b""
+        self.text: bytearray | None = None  # a text message that is not complete
+        self.sent = self.acked = 0
+        self.progress = self.seen = self.pinged = time.monotonic()
+        self.gone = False
+
+    @property
+    def fd(self) -> int:
+        return self.sock.fileno()
+
+    def control(self, **message: object) -> None:
+        """Send a control message."""
+        if self.open:
+            self.protocol.send_text(json.dumps(message).encode())
+            self.push()
+
+    @property
+    def open(self) -> bool:
+        return not self.gone and self.protocol.state.name == "OPEN"
+
+    def push(self) -> None:
+        """Write as much of what waits as the socket takes."""
+        if data := self.protocol.data_to_send():
+            self.pending += b"".join(data)
+        try:
+            while self.pending:
+                taken = self.sock.send(self.pending)
+                self.pending, self.progress = self.pending[taken:], time.monotonic()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.gone = not is_tls_wait(error)
+
+    def receive(self) -> list[Any]:
+        """The frames that have come."""
+        try:
+            while True:
+                data = self.sock.recv(CHUNK_BYTES)
+                if not data:
+                    self.gone = True
+                    break
+                self.seen = time.monotonic()
+                self.protocol.receive_data(data)
+                if len(data) < CHUNK_BYTES and not getattr(self.sock, "pending", int)():
+                    break
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self.gone = self.gone or not is_tls_wait(error)
+        return self.protocol.events_received()
+
+
+def is_tls_wait(error: OSError) -> bool:
+    return type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError")
+
+
+class Terminal:
+    """A PTY with an engine's client on it, and the thread that pumps it: one poll over PTY and all viewers."""
+
+    def __init__(self, app: App, engine: Engine, session: Session, run: str, size: tuple[int, int]) -> None:
+        self.app, self.engine, self.session, self.run, self.size = app, engine, session, run, size
+        self.id, self.tag, self.started = sandbox.random_id(), sandbox.random_id(), time.time()
+        self.ring, self.input = Ring(), bytearray()
+        self.viewers: list[Viewer] = []
+        self.writer: Viewer | None = None
+        self.arriving: deque[Viewer] = deque()
+        self.status: int | None = None
+        self.ended = self.closing = False
+        self.end_seen = 0.0  # when somebody has seen the end, or nobody has for too long: the thread may go
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_read, False)
+        os.set_blocking(self.wake_write, False)
+        self.master = -1
+        self.start()
+
+    def start(self) -> None:
+        """Start the engine's client on a new PTY, without a line discipline of ours in between."""
+        import tty
+
+        config = session_config(self.session)
+        env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | sandbox.exec_env(config)
+        command = sandbox.SHELL
+        if self.run == "agent":
+            command = sandbox.AGENTS[self.session.agent].yolo
+        argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.tag, command, stdin=True,
+                                 size=self.size)
+        environ = {**os.environ, "TERM": "xterm-256color", "SANDBOX_ENV": sandbox.env_script(env)}
+        self.master, slave = os.openpty()
+        try:
+            tty.setraw(slave)
+            self.resize(*self.size)
+            self.pid = sandbox.spawn(argv, env=environ, fds={0: slave, 1: slave, 2: slave}, own_group=True)
+        except OSError:
+            sandbox.Output.close(self.master, self.wake_read, self.wake_write)
+            raise
+        finally:
+            os.close(slave)
+        os.set_blocking(self.master, False)
+        self.poller = select.poll()
+        self.masks: dict[int, int] = {}
+
+    def data(self) -> dict[str, Any]:
+        return {"id": self.id, "session": self.session.name, "run": self.run, "started": iso(self.started),
+                "rows": self.size[0], "cols": self.size[1], "viewers": len(self.viewers), "ended": self.ended,
+                "exit": self.status, "seq": self.ring.end}
+
+    def resize(self, rows: int, cols: int) -> None:
+        self.size = (rows, cols)
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
+
+    # What other threads may call.
+
+    def wake(self) -> None:
+        with suppress(OSError):
+            os.write(self.wake_write, b"w")
+
+    def attach(self, viewer: Viewer) -> None:
+        self.arriving.append(viewer)
+        self.wake()
+
+    def hang_up(self) -> None:
+        """End everything that was started in this terminal, inside the container."""
+        self.closing = True
+        if not self.ended:
+            sandbox.Output(sandbox.signal_argv(self.engine, self.session, self.tag, "HUP", 2)).result()
+            if not self.ended:
+                with suppress(OSError):
+                    os.kill(self.pid, signal.SIGHUP)
+        self.wake()
+
+    # The pump.
+
+    def pump(self) -> None:
+        try:
+            while not self.done():
+                self.step()
+        except Exception:
+            log(traceback.format_exc().rstrip())
+        finally:
+            self.finish()
+
+    def done(self) -> bool:
+        if not self.ended:
+            return False
+        over = self.closing or self.end_seen and not self.viewers or self.app.stopping
+        return bool(over) and not self.arriving or time.monotonic() - self.end_time > LINGER_SECONDS
+
+    def step(self) -> None:
+        self.set_masks()
+        for fd, happened in self.poller.poll(self.timeout() * 1000):
+            if fd == self.master:
+                self.serve_master(happened)
+            elif fd == self.wake_read:
+                with suppress(OSError):
+                    os.read(fd, 4096)
+            elif viewer := next((v for v in self.viewers if v.fd == fd), None):
+                self.serve_viewer(viewer, happened)
+        while self.arriving:
+            self.welcome(self.arriving.popleft())
+        self.look_after_viewers()
+
+    def set_masks(self) -> None:
+        """Register what is to be waited for; a PTY that is not to be read is not, lest its hang-up spins the loop."""
+        masks = {self.wake_read: select.POLLIN}
+        if not self.ended:
+            masks[self.master] = (select.POLLIN if self.may_read() else 0) | (select.POLLOUT if self.input else 0)
+        for viewer in self.viewers:
+            full = viewer is self.writer and len(self.input) > CHUNK_BYTES
+            masks[viewer.fd] = (0 if full else select.POLLIN) | (select.POLLOUT if viewer.pending else 0)
+        for fd in self.masks.keys() - {fd for fd, mask in masks.items() if mask}:
+            self.poller.unregister(fd)
+        self.masks = {fd: mask for fd, mask in masks.items() if mask}
+        for fd, mask in self.masks.items():
+            self.poller.register(fd, mask)
+
+    def may_read(self) -> bool:
+        """Whether the program may go on: the writer has taken all there was, or nothing for a long time."""
+        writer = self.writer
+        return writer is None or writer.sent >= self.ring.end or self.is_stalled(writer)
+
+    def is_stalled(self, viewer: Viewer) -> bool:
+        return time.monotonic() - viewer.progress > STALL_SECONDS
+
+    def timeout(self) -> float:
+        """Seconds until something may have to be done without an event."""
+        if self.ended:
+            return 1.0 if self.viewers else 60.0
+        return float(PING_SECONDS if self.may_read() else 1)
+
+    def serve_master(self, happened: int) -> None:
+        if happened & select.POLLOUT and self.input:
+            self.write_input()
+        if happened & (select.POLLIN | select.POLLHUP | select.POLLERR):
+            self.read_output()
+
+    def read_output(self) -> None:
+        """Read until there is nothing more for now, and send it as one frame."""
+        chunks, size = [], 0
+        try:
+            while size < CHUNK_BYTES and (data := os.read(self.master, CHUNK_BYTES)):
+                chunks.append(data)
+                size += len(data)
+            over = size < CHUNK_BYTES
+        except (BlockingIOError, InterruptedError):
+            over = False
+        except OSError:  # EIO: nobody has the other end open any more
+            over = True
+        if chunks:
+            self.ring.add(b"".join(chunks))
+            for viewer in self.viewers:
+                self.flush(viewer)
+        if over:
+            self.end()
+
+    def end(self) -> None:
+        """The program has ended, and all it has printed is in the ring."""
+        self.masks.pop(self.master, None)
+        with suppress(KeyError):
+            self.poller.unregister(self.master)
+        os.close(self.master)
+        self.status = sandbox.status_of(self.pid)
+        self.ended, self.end_time = True, time.monotonic()
+        self.input.clear()
+        self.app.terminals.changed()
+
+    def write_input(self) -> None:
+        try:
+            del self.input[: os.write(self.master, self.input[:CHUNK_BYTES])]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.input.clear()
+
+    # Viewers.
+
+    def welcome(self, viewer: Viewer) -> None:
+        """Begin to serve a viewer: where it was, or at the oldest byte that is left."""
+        wanted = viewer.sent
+        viewer.sent = viewer.acked = wanted if self.ring.start <= wanted <= self.ring.end else self.ring.start
+        self.viewers.append(viewer)
+        if viewer.wants_to_write or self.writer is None and viewer.wants_to_write:
+            self.writer = viewer
+        viewer.control(type="hello", id=self.id, session=self.session.name, run=self.run, seq=viewer.sent,
+                       start=self.ring.start, end=self.ring.end, resumed=viewer.sent == wanted,
+                       window=WINDOW_BYTES, rows=self.size[0], cols=self.size[1])
+        self.tell_roles()
+        self.take_events(viewer)
+        self.flush(viewer)
+
+    def tell_roles(self) -> None:
+        for viewer in self.viewers:
+            viewer.control(type="role", writer=viewer is self.writer, viewers=len(self.viewers))
+
+    def serve_viewer(self, viewer: Viewer, happened: int) -> None:
+        if happened & ~select.POLLOUT:
+            events = viewer.receive()
+            self.take(viewer, events)
+        viewer.push()
+        self.flush(viewer)
+
+    def take_events(self, viewer: Viewer) -> None:
+        self.take(viewer, viewer.protocol.events_received())
+
+    def take(self, viewer: Viewer, frames: Sequence[Any]) -> None:
+        """Carry out frames of a viewer: binary ones are input, text ones control messages."""
+        for frame in frames:
+            kind = frame.opcode.name
+            if kind == "TEXT" or kind == "CONT" and viewer.text is not None:
+                viewer.text = (viewer.text or bytearray()) + frame.data
+                if frame.fin:
+                    text, viewer.text = viewer.text, None
+                    self.take_message(viewer, text)
+            elif kind in ("BINARY", "CONT") and viewer is self.writer and not self.ended:
+                self.input += frame.data
+        if self.input:
+            self.write_input()
+
+    def take_message(self, viewer: Viewer, text: bytes | bytearray) -> None:
+        try:
+            self.obey(viewer, json.loads(text))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            with suppress(Exception):  # it may be closing already
+                viewer.protocol.fail(1008, "a control message that is not understood")
+
+    def obey(self, viewer: Viewer, message: Mapping[str, Any]) -> None:
+        """Carry out a control message. Raises ValueError, TypeError or KeyError for one that is not understood."""
+        kind = message["type"]
+        if kind == "ack":
+            seq = message["seq"]
+            if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq <= viewer.sent:
+                raise ValueError(seq)
+            viewer.acked, viewer.progress = max(seq, viewer.acked), time.monotonic()
+        elif kind == "resize":
+            rows, cols = message["rows"], message["cols"]
+            if not all(isinstance(n, int) and not isinstance(n, bool) and 0 < n <= 1000 for n in (rows, cols)):
+                raise ValueError(message)
+            if viewer is self.writer and not self.ended and (rows, cols) != self.size:
+                self.resize(rows, cols)
+                with suppress(OSError):
+                    os.kill(self.pid, signal.SIGWINCH)  # it has no controlling terminal that would do that
+                for other in self.viewers:
+                    other.control(type="size", rows=rows, cols=cols)
+        elif kind == "take":
+            self.writer = viewer
+            self.tell_roles()
+        elif kind == "close":
+            if viewer is self.writer:
+                threading.Thread(target=self.hang_up, daemon=True).start()
+        else:
+            raise ValueError(kind)
+
+    def flush(self, viewer: Viewer) -> None:
+        """Send what the viewer lacks, as far as its window and its socket allow."""
+        stuck = len(self.input) > CHUNK_BYTES  # then its acknowledgements wait behind its own input
+        while viewer.open and not viewer.pending and viewer.sent < self.ring.end:
+            if viewer.sent - viewer.acked >= WINDOW_BYTES and not stuck:
+                return
+            if viewer.sent < self.ring.start:
+                viewer.sent = viewer.acked = self.ring.start
+                viewer.control(type="reset", seq=viewer.sent)
+                continue
+            if viewer.sent == viewer.acked:
+                viewer.progress = time.monotonic()
+            data = self.ring.read(viewer.sent)
+            viewer.sent += len(data)
+            viewer.protocol.send_binary(data)
+            viewer.push()
+
+    def look_after_viewers(self) -> None:
+        """Tell the end, ping the silent, and part from those that are gone."""
+        now = time.monotonic()
+        for viewer in list(self.viewers):
+            if self.ended and viewer.open and viewer.sent == self.ring.end:
+                viewer.control(type="exit", status=self.status)
+                viewer.protocol.send_close(1000)
+                viewer.push()
+                self.end_seen = now
+            elif viewer.open and now - max(viewer.seen, viewer.pinged) > PING_SECONDS:
+                viewer.pinged = now
+                viewer.protocol.send_ping(b"")
+                viewer.push()
+            closing = not viewer.open and not viewer.pending
+            if viewer.gone or closing or now - viewer.seen > SILENCE_SECONDS:
+                self.part(viewer)
+
+    def part(self, viewer: Viewer) -> None:
+        self.viewers.remove(viewer)
+        if self.masks.pop(viewer.fd, None):
+            self.poller.unregister(viewer.fd)
+        with suppress(OSError):
+            viewer.sock.shutdown(socket.SHUT_WR)
+        viewer.sock.close()
+        viewer.left()
+        if viewer is self.writer:
+            self.writer = None
+        self.tell_roles()
+
+    def finish(self) -> None:
+        """Leave nothing behind: viewers, descriptors, and the entry in the list."""
+        self.app.terminals.remove(self)
+        for viewer in [*self.viewers, *self.arriving]:
+            with suppress(OSError):
+                viewer.sock.close()
+            viewer.left()
+        self.viewers.clear()
+        if not self.ended:
+            self.hang_up()
+            os.close(self.master)
+            sandbox.status_of(self.pid)
+        sandbox.Output.close(self.wake_read, self.wake_write)
+
+
+class Terminals:
+    """All terminals of this server. Their tags are kept in a file: a server that was killed is cleaned up after."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.lock = threading.Lock()
+        self.by_id: dict[str, Terminal] = {}
+
+    def all(self) -> list[Terminal]:
+        with self.lock:
+            return list(self.by_id.values())
+
+    def get(self, session: str, id: str) -> Terminal:
+        terminal = self.by_id.get(id)
+        if terminal is None or terminal.session.name != session:
+            raise WebError("not_found", f"there is no terminal {id[:20]!r} any more")
+        return terminal
+
+    def open(self, app: App, engine: Engine, session: Session, run: str, size: tuple[int, int]) -> Terminal:
+        over = [terminal for terminal in self.all() if terminal.ended]
+        if len(self.by_id) - len(over) >= TERMINALS:
+            raise WebError("too_many", f"there are {TERMINALS} terminals already", "close some")
+        if len(self.by_id) >= TERMINALS:  # those whose end nobody came to see
+            for terminal in over:
+                terminal.hang_up()
+        terminal = Terminal(app, engine, session, run, size)
+        with self.lock:
+            self.by_id[terminal.id] = terminal
+        self.changed()
+        threading.Thread(target=terminal.pump, daemon=True).start()
+        return terminal
+
+    def remove(self, terminal: Terminal) -> None:
+        with self.lock:
+            self.by_id.pop(terminal.id, None)
+        self.changed()
+
+    def changed(self) -> None:
+        """Write down what would have to be cleaned up."""
+        with self.lock, suppress(SandboxError):
+            rows = [{"session": t.session.name, "tag": t.tag} for t in self.by_id.values() if not t.ended]
+            sandbox.write_private(self.path, json.dumps(rows))
+
+    def clean_up(self) -> None:
+        """Hang up what a killed server has left."""
+        rows = []
+        with suppress(OSError, ValueError), open(self.path, encoding="utf-8") as file:
+            rows = json.load(file)
+        for row in rows:
+            with suppress(WebError, SandboxError, OSError, KeyError, TypeError):
+                engine, session = find_running(row["session"])
+                sandbox.Output(sandbox.signal_argv(engine, session, row["tag"], "HUP", 2)).result()
+        self.changed()
+
+    def close_all(self, session: str = "") -> None:
+        """Hang up all terminals, of one session or altogether, and wait for that."""
+        threads = [threading.Thread(target=terminal.hang_up, daemon=True) for terminal in self.all()
+                   if session in ("", terminal.session.name)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(STOP_SECONDS)
+
+
+def get_terminals(app: App, _request: Request, params: Params) -> Answer:
+    rows = [terminal.data() for terminal in app.terminals.all() if terminal.session.name == params["session"]]
+    return json_answer(sorted(rows, key=lambda row: str(row["started"])))
+
+
+def delete_terminal(app: App, _request: Request, params: Params) -> Answer:
+    terminal = app.terminals.get(params["session"], params["terminal"])
+    terminal.hang_up()
+    return json_answer({"ok": True})
+
+
+def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
+    """The WebSocket: ?id=<terminal>&from=<seq> comes back to one, without an id a new one is opened."""
+    if not request.upgrade:
+        raise WebError("bad_request", "this is the address of a WebSocket", "connect to it as one")
+    size = (request.number("rows", 24, 1, 1000), request.number("cols", 80, 1, 1000))
+    position = request.number("from", 0, 0, 1 << 60)
+    protocol, response = handshake(request)
+    id, run = request.query.get("id", ""), request.query.get("run", "shell")
+    if run not in ("shell", "agent"):
+        raise WebError("bad_request", "run: it is neither shell nor agent")
+    if id:
+        terminal = app.terminals.get(params["session"], id)
+    else:
+        engine, session = find_running(params["session"])
+        if run == "agent" and not session.agent:
+            raise WebError("conflict", f"the session {session.name} has no agent", "open a shell instead")
+        terminal = app.terminals.open(app, engine, session, run, size)
+
+    def attach(sock: socket.socket, buffered: bytes) -> None:
+        protocol.send_response(response)
+        viewer = Viewer(sock, protocol, app.connection_left, request.query.get("view", "") != "1")
+        viewer.sent = position
+        sock.setblocking(False)
+        if buffered:
+            protocol.receive_data(buffered)
+        viewer.push()
+        terminal.attach(viewer)
+
+    return Upgrade(attach)
+
+
+def handshake(request: Request) -> tuple[ServerProtocol, Any]:
+    """Protocol and answer for a WebSocket request that the gateway has let through. Raises WebError."""
+    from websockets.server import ServerProtocol
+
+    protocol = ServerProtocol(max_size=MESSAGE_BYTES)
+    protocol.receive_data(request.raw + b"\r\n\r\n")
+    events = protocol.events_received()
+    response = protocol.accept(events[0]) if events else None  # type: ignore[arg-type]
+    if response is None or response.status_code != 101:
+        raise WebError("bad_request", "the WebSocket handshake is not a valid one")
+    return protocol, response
+
+
+# --- Routes ---
+
+Route = Callable[["App", Request, Params], "Answer | Stream | Upgrade"]
+SESSION = "/api/sessions/{session}"
+ROUTES: list[tuple[str, str, Route]] = [
+    ("GET", "/", static_file("ui/index.html")),
+    ("GET", "/preview", static_file("preview/index.html")),
+    ("GET", "/auth/login", static_file("auth/login.html")),
+    ("GET", "/preview/auth/login", static_file("preview/login.html")),
+    ("GET", "/auth/frontend/login.css", static_file("auth/login.css")),
+    ("GET", "/auth/frontend/login.js", static_file("auth/login.js")),
+    ("POST", "/auth/login", post_login),
+    ("POST", "/auth/logout", post_logout),
+    ("GET", "/ui/{version}/{file*}", get_asset("ui")),
+    ("GET", "/preview/{version}/{file*}", get_asset("preview")),
+    ("GET", "/api/profiles", get_profiles),
+    ("GET", "/api/sessions", get_sessions),
+    ("POST", "/api/sessions", post_sessions),
+    ("GET", SESSION, get_session),
+    ("DELETE", SESSION, delete_session),
+    ("POST", SESSION + "/start", post_start),
+    ("POST", SESSION + "/stop", post_stop),
+    ("POST", SESSION + "/recreate", post_recreate),
+    ("GET", SESSION + "/settings", get_settings),
+    ("PUT", SESSION + "/settings", put_settings),
+    ("POST", SESSION + "/command", post_command),
+    ("POST", SESSION + "/prompt", post_prompt),
+    ("GET", SESSION + "/jobs", get_jobs),
+    ("GET", SESSION + "/jobs/{job}", get_job),
+    ("DELETE", SESSION + "/jobs/{job}", delete_job),
+    ("GET", SESSION + "/jobs/{job}/events", get_events),
+    ("GET", SESSION + "/jobs/{job}/output", get_output),
+    ("GET", SESSION + "/terminals", get_terminals),
+    ("DELETE", SESSION + "/terminals/{terminal}", delete_terminal),
+    ("GET", SESSION + "/terminal", get_terminal),
+]
+
+
+def match(pattern: str, path: str) -> dict[str, str] | None:
+    """The parameters of a path that fits a pattern; `{name*}` takes the rest of it."""
+    wanted, given = pattern.split("/"), path.split("/")
+    if wanted[-1].endswith("*}") and len(given) >= len(wanted):
+        given[len(wanted) - 1 :] = ["/".join(given[len(wanted) - 1 :])]
+    if len(wanted) != len(given):
+        return None
+    params = {}
+    for want, have in zip(wanted, given, strict=True):
+        if want.startswith("{") and have:
+            params[want.strip("{*}")] = have
+        elif want != have:
+            return None
+    return params
+
+
+def route(method: str, path: str) -> tuple[Route, dict[str, str]]:
+    """The function for a request. Raises WebError when there is none."""
+    fitting: dict[str, tuple[Route, dict[str, str]]] = {}
+    for verb, pattern, function in ROUTES:
+        if (params := match(pattern, path)) is not None:
+            fitting.setdefault(verb, (function, params))
+    if not fitting:
+        raise WebError("not_found", "there is nothing at this address")
+    verb = "GET" if method == "HEAD" else method
+    if verb not in fitting:
+        allowed = ", ".join(sorted([*fitting, *(["HEAD"] if "GET" in fitting else [])]))
+        raise WebError("method_not_allowed", f"this address knows {allowed} only", headers={"Allow": allowed})
+    return fitting[verb]
+
+
+class App:
+    """What one server is made of."""
+
+    def __init__(self, address: tuple[str, int], config: Config, secure: bool) -> None:
+        password = config.get("serverPass")
+        self.password = password or secrets.token_urlsafe(12)
+        self.generated = not password
+        self.user = config.get("serverUser")
+        state = web_path(address)
+        self.gateway = Gateway(self.user, self.password, f"{state}.json", address[1], secure)
+        self.hosts = [name.lower() for name in config.all("allowedHosts")]
+        self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
+        self.stopping = False
+        self.connection_left: Callable[[], None] = lambda: None
+
+    def answer(self, request: Request, read_body: Callable[[int], bytes]) -> Answer | Stream | Upgrade:
+        """The gateway: allowlist or cookie, then origin, then the route."""
+        request.login = self.gateway.login_of(request.headers.get("cookie", ""))
+        if not request.login and request.path not in ANONYMOUS:
+            if not request.length:
+                read_body(0)
+            if is_plain_401(request.path):
+                return Answer(b"Unauthorized\n", status=401)
+            return Answer(status=302, headers={"Location": "/auth/login"})
+        check_origin(request, self.gateway.secure)
+        function, params = route(request.method, request.path)
+        request.body = read_body(BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES)
+        return function(self, request, params)
+
+
+# --- Service control ---
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """IP and port of `<ip:port>`; IPv6 in brackets. Raises SandboxError."""
+    host, colon, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        address = ipaddress.ip_address(bare)
+        if not colon or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise ValueError
+        if (address.version == 6) != host.startswith("["):
+            raise ValueError
+    except ValueError:
+        hint = f"for example {DEFAULT_ADDRESS} or [::1]:3000"
+        raise SandboxError(f"{text!r} is not a listen address <ip:port>", hint, 2) from None
+    return str(address), int(port)
+
+
+def address_text(address: tuple[str, int]) -> str:
+    return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
+
+
+def web_path(address: tuple[str, int]) -> str:
+    """Where the files of the server at an address begin."""
+    return os.path.join(os.path.abspath(sandbox.sandbox_home()), "web", f"{address[0].replace(':', '_')}_{address[1]}")
+
+
+class Lock:
+    """The file that a server holds locked as long as it lives: no stale pid, and no other process's."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.path = f"{web_path(address)}.lock"
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def take(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def write(self, background: bool) -> None:
+        text = json.dumps({"pid": os.getpid(), "background": background}).encode()
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, text, 0)
+
+    def read(self) -> dict[str, Any]:
+        """What the holder, or the last one, has written."""
+        for _ in range(20):  # the holder may be about to write it
+            with suppress(ValueError):
+                data = json.loads(os.pread(self.fd, 4096, 0))
+                if isinstance(data, dict):
+                    return data
+            time.sleep(0.05)
+        return {}
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def stop_server(address: tuple[str, int]) -> bool:
+    """Stop the background server at an address; False when there is none. Raises SandboxError."""
+    lock, where = Lock(address), address_text(address)
+    try:
+        if lock.take():
+            return False
+        record = lock.read()
+        pid = record.get("pid")
+        if not isinstance(pid, int):
+            raise SandboxError(f"a server holds {lock.path} and has not said which process it is", "try again")
+        if not record.get("background"):
+            raise SandboxError(f"the server at {where} runs in the foreground of a terminal (process {pid})",
+                               "press Ctrl-C there")
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS + 5
+        while not lock.take():
+            if time.monotonic() > deadline:
+                raise SandboxError(f"the server at {where} (process {pid}) does not end", f"run: kill -9 {pid}")
+            time.sleep(0.02)
+        return True
+    finally:
+        lock.close()
+
+
+def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """The certificate that was given, loaded. Raises SandboxError."""
+    if not args.cert and not args.key:
+        return None
+    if not args.cert or not args.key:
+        raise SandboxError("--cert and --key go together", "give both", 2)
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.cert, args.key)
+    except OSError as error:
+        reason = error.strerror or "not a certificate with its key"
+        raise SandboxError(f"{args.cert}, {args.key}: {reason}", "give PEM files") from None
+    return context
+
+
+def serve(args: argparse.Namespace) -> int:
+    """The command `serve`."""
+    address = parse_address(args.address or DEFAULT_ADDRESS)
+    if args.stop:
+        if not stop_server(address):
+            raise SandboxError(f"there is no server at {address_text(address)}", "sandbox serve -d starts one")
+        print(f"stopped {address_text(address)}")
+        return 0
+    config = sandbox.load_config(sandbox.flags_layer(args), args.profile)
+    tls = tls_context(args)
+    try:
+        import websockets.server  # noqa: F401
+    except ImportError:
+        raise SandboxError("the Python package websockets is not installed", "run: pip install websockets") from None
+    if not is_loopback(address[0]) and not tls:
+        sandbox.say(f"warning: without TLS everyone on the way to {address[0]} can read the password and the terminals;"
+                    " give --cert and --key, or listen on 127.0.0.1 and come through ssh -L")
+    if args.restart and not stop_server(address):
+        sandbox.say(f"there was no server at {address_text(address)}")
+    fetch_libraries()
+    if args.background or args.restart:
+        return in_background(address, lambda tell: run_server(address, config, tls, True, tell))
+    return run_server(address, config, tls, False, lambda line: print(line, flush=True))
+
+
+def fetch_libraries() -> None:
+    """In a checkout, bring what the pages load from npm up to date; a wheel and a zipapp have it in them."""
+    build = os.path.join(os.path.dirname(os.path.abspath(sandbox.__file__)), "static", "build.py")
+    if os.path.isfile(build):
+        status, _, err = sandbox.Output([sys.executable, build, "--libraries"]).result()
+        if status:
+            sandbox.say(f"{err.strip()}\nwarning: the terminal and Markdown in the web pages are missing until then")
+
+
+def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None, background: bool,
+               tell: Callable[[str], None]) -> int:
+    """Serve until a signal comes; `tell` is given what the person must know, when the service answers."""
+    where = address_text(address)
+    lock = Lock(address)
+    if not lock.take():
+        raise SandboxError(f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
+                           f"sandbox serve {where} --restart, or --stop")
+    app = App(address, config, tls is not None)
+    threading.stack_size(STACK_BYTES)
+    sys.setswitchinterval(0.0005)
+    try:
+        server = Server(address, app, tls)
+    except OSError as error:
+        hint = "choose another port" if error.errno == errno.EADDRINUSE else "choose another address"
+        raise SandboxError(f"cannot listen on {where}: {error.strerror}", hint) from None
+    lock.write(background)
+    app.connection_left = server.left
+    threading.Thread(target=app.terminals.clean_up, daemon=True).start()
+    status = 0
+
+    def stop(number: int, _frame: object) -> None:
+        nonlocal status
+        status = 130 if number == signal.SIGINT else 0
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    tell(f"sandbox serves at {'https' if tls else 'http'}://{where}")
+    tell(f"user: {app.user}")
+    tell(f"password: {app.password} (of this run)" if app.generated else "password: as configured")
+    if background:
+        tell(f"log: {web_path(address)}.log")
+        tell("")
+    with suppress(KeyboardInterrupt):
+        server.serve_forever(0.5)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    app.stopping = True
+    server.server_close()
+    app.terminals.close_all()
+    return status
+
+
+def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:
+    """Run in a process of its own session, and return when it serves or has failed."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        os.close(read)
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        daemon(f"{web_path(address)}.log", write, run)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read, encoding="utf-8") as pipe:
+        lines = pipe.read().splitlines()
+    if lines and lines[0].startswith("{"):
+        error = json.loads(lines[0])
+        raise SandboxError(error["message"], error["hint"], error["code"])
+    if not lines:
+        raise SandboxError("the server ended before it could answer", f"see {web_path(address)}.log")
+    print("\n".join(lines))
+    return 0
+
+
+def daemon(log_path: str, write: int, run: Callable[[Callable[[str], None]], int]) -> NoReturn:
+    """The background process: its output goes to the log, what the person must know into the pipe."""
+    status = 1
+    try:
+        os.makedirs(os.path.dirname(log_path), mode=0o700, exist_ok=True)
+        target = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for ours, theirs in ((null, 0), (target, 1), (target, 2)):
+            os.dup2(ours, theirs)
+        sandbox.Output.close(null, target)
+        os.chdir("/")
+
+        def tell(line: str) -> None:
+            os.write(write, f"{line}\n".encode()) if line else os.close(write)
+
+        status = run(tell)
+    except SandboxError as error:
+        sandbox.report(error)
+        os.write(write, json.dumps({"message": error.message, "hint": error.hint, "code": error.code}).encode())
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError):
+            sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,184 @@
+// The web service, as the README describes it under "Web service API".
+
+export class ApiError extends Error {
+  constructor(status, { code = "failed", message = `the server answered with status ${status}`, hint = "" } = {}) {
+    super(message);
+    Object.assign(this, { status, code, hint });
+  }
+}
+
+export const OFFLINE = "offline";
+const path = (...parts) => "/api/" + parts.map(encodeURIComponent).join("/");
+
+/** Tells whether the server can be reached, by "change" events. */
+export const link = Object.assign(new EventTarget(), { up: true });
+
+function setLink(up) {
+  if (link.up === up) return;
+  link.up = up;
+  link.dispatchEvent(new Event("change"));
+}
+
+function toLogin() {
+  location.assign(location.pathname.startsWith("/preview") ? "/preview/auth/login" : "/auth/login");
+  return new Promise(() => {}); // the page goes
+}
+
+async function answer(response) {
+  if (response.status === 401) return toLogin();
+  if (response.ok) return response.json();
+  const data = await response.json().catch(() => ({}));
+  throw new ApiError(response.status, data.error);
+}
+
+/** Fetch, and note whether the server was there. Rejects with an ApiError whose code is OFFLINE when it was not. */
+async function reach(address, options) {
+  try {
+    const response = await fetch(address, { ...options, redirect: "error", cache: "no-store" });
+    setLink(true);
+    return response;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    setLink(false);
+    throw new ApiError(0, { code: OFFLINE, message: "the server does not answer", hint: "is it still running?" });
+  }
+}
+
+async function call(method, address, body) {
+  const options = { method };
+  if (body !== undefined) {
+    options.headers = { "Content-Type": "application/json" };
+    options.body = JSON.stringify(body);
+  }
+  return answer(await reach(address, options));
+}
+
+export const api = {
+  sessions: (tail) => call("GET", path("sessions") + (tail ? `?tail=${tail}` : "")),
+  create: (what) => call("POST", path("sessions"), what),
+  session: (name) => call("GET", path("sessions", name)),
+  remove: (name) => call("DELETE", path("sessions", name)),
+  act: (name, action) => call("POST", path("sessions", name, action)),
+  settings: (name) => call("GET", path("sessions", name, "settings")),
+  saveSettings: (name, changes) => call("PUT", path("sessions", name, "settings"), changes),
+  command: (name, command) => call("POST", path("sessions", name, "command"), { command }),
+  prompt: (name, prompt) => call("POST", path("sessions", name, "prompt"), { prompt }),
+  jobs: (name, limit = 50) => call("GET", path("sessions", name, "jobs") + `?limit=${limit}`),
+  job: (name, id) => call("GET", path("sessions", name, "jobs", id)),
+  cancel: (name, id) => call("DELETE", path("sessions", name, "jobs", id)),
+  profiles: () => call("GET", path("profiles")),
+  terminals: (name) => call("GET", path("sessions", name, "terminals")),
+  closeTerminal: (name, id) => call("DELETE", path("sessions", name, "terminals", id)),
+  logout: () => call("POST", "/auth/logout"),
+  outputAddress: (name, id) => path("sessions", name, "jobs", id, "output"),
+};
+
+export const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+
+// A browser opens six connections to a server, for all of its tabs together: a tab follows few jobs at a time,
+// and none while nobody looks at it.
+const FOLLOWED = 2;
+const HIDDEN_MILLISECONDS = 20_000;
+let followed = 0;
+const queue = [];
+
+async function slot(signal) {
+  while (followed >= FOLLOWED && !signal.aborted) {
+    await new Promise((free) => {
+      queue.push(free);
+      signal.addEventListener("abort", free, { once: true });
+    });
+  }
+  followed += 1;
+}
+
+function leaveSlot() {
+  followed -= 1;
+  queue.splice(0).forEach((free) => free());
+}
+
+/** Resolves when the page can be seen. */
+const seen = () => new Promise((resolve) => {
+  const look = () => {
+    if (document.hidden) return;
+    document.removeEventListener("visibilitychange", look);
+    resolve();
+  };
+  document.addEventListener("visibilitychange", look);
+  look();
+});
+
+/** A signal that aborts with another one, or when the page has been hidden for a while. */
+function whileSeen(signal) {
+  const controller = new AbortController();
+  const abort = () => controller.abort();
+  let timer;
+  const look = () => {
+    clearTimeout(timer);
+    if (document.hidden) timer = setTimeout(abort, HIDDEN_MILLISECONDS);
+  };
+  document.addEventListener("visibilitychange", look);
+  signal.addEventListener("abort", abort);
+  const done = () => {
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", look);
+    signal.removeEventListener("abort", abort);
+  };
+  return [controller.signal, done];
+}
+
+/**
+ * Follow a job from an offset on until it ends or `signal` aborts; a lost connection is taken up where it broke.
+ * `on(event, data)` gets "job" and "end" with the job, "stdout" and "stderr" with text.
+ */
+export async function follow(name, id, { from = 0, signal, on }) {
+  let offset = from;
+  for (let wait = 250; !signal.aborted; wait = Math.min(wait * 2, 5000)) {
+    await seen();
+    await slot(signal);
+    const [stop, done] = whileSeen(signal);
+    try {
+      const response = await reach(path("sessions", name, "jobs", id, "events") + `?from=${offset}`, { signal: stop });
+      if (!response.ok) return void (await answer(response));
+      for await (const event of serverSentEvents(response.body)) {
+        if (signal.aborted) return;
+        wait = 250;
+        if (event.id) offset = Number(event.id);
+        on(event.event, JSON.parse(event.data));
+        if (event.event === "end") return;
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error instanceof ApiError && error.code !== OFFLINE) throw error;
+      if (!(error instanceof ApiError || error instanceof TypeError || error.name === "AbortError")) throw error;
+    } finally {
+      done();
+      leaveSlot();
+    }
+    if (!stop.aborted) await pause(wait);
+  }
+}
+
+/** Parse a stream of server-sent events into { event, data, id }. */
+async function* serverSentEvents(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = {};
+        for (const line of block.split("\n")) {
+          const colon = line.indexOf(": ");
+          if (colon > 0) event[line.slice(0, colon)] = line.slice(colon + 2);
+        }
+        if (event.data) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

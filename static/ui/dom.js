@@ -1,0 +1,99 @@
+// Making and finding elements. No text ever becomes HTML here: see markdown.js for the one place where it does.
+
+/** Make an element: `props` are attributes, properties that begin with "on" listeners; false and null are left out. */
+export function h(tag, props, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(props ?? {})) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "value" || name === "checked") element[name] = value;
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value != null) element.setAttribute(name, value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child != null && child !== false));
+  return element;
+}
+
+export const $ = (selector, root = document) => root.querySelector(selector);
+
+let said;
+
+/** Tell a screen reader. */
+export function say(text) {
+  clearTimeout(said);
+  const status = $("#said");
+  status.textContent = "";
+  said = setTimeout(() => (status.textContent = text), 50);
+}
+
+/** A short message over the page that goes by itself. */
+export function toast(text, kind = "info") {
+  const box = h("div", { class: `toast ${kind}`, role: kind === "error" ? "alert" : "status" }, text);
+  $("#toasts").append(box);
+  setTimeout(() => box.remove(), kind === "error" ? 8000 : 4000);
+}
+
+/** What went wrong, as the server has put it, with what can be done about it. */
+export function problem(error) {
+  return h("div", { class: "problem", role: "alert" },
+    h("strong", {}, error.message), error.hint && h("span", {}, error.hint));
+}
+
+/** Run an action of a button, once at a time, and show what goes wrong. */
+export async function busy(button, action) {
+  button.disabled = true;
+  try {
+    await action();
+  } catch (error) {
+    toast([error.message, error.hint].filter(Boolean).join(" — "), "error");
+  } finally {
+    button.disabled = false;
+  }
+}
+
+/** Ask before something is lost. */
+export function confirmed(title, text, action) {
+  const dialog = h("dialog", { class: "confirm", "aria-labelledby": "confirm-title" },
+    h("form", { method: "dialog" },
+      h("h2", { id: "confirm-title" }, title), h("p", {}, text),
+      h("div", { class: "row end" },
+        h("button", { value: "no", class: "quiet" }, "Cancel"),
+        h("button", { value: "yes", class: "danger" }, action))));
+  document.body.append(dialog);
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((resolve) => dialog.addEventListener("close", () => {
+    dialog.remove();
+    resolve(dialog.returnValue === "yes");
+  }));
+}
+
+/** Keeps a scrolling element at its end while the reader is there. */
+export function stickyScroll(element) {
+  let stuck = true;
+  let last = 0;
+  element.addEventListener("scroll", () => {
+    const top = element.scrollTop;
+    const atEnd = element.scrollHeight - top - element.clientHeight < 40;
+    if (atEnd || top < last - 2) stuck = atEnd; // only a reader scrolls up; growth just leaves the end below
+    last = top;
+  }, { passive: true });
+  const follow = () => stuck && (element.scrollTop = element.scrollHeight);
+  const observer = new ResizeObserver(follow);
+  observer.observe(element);
+  return {
+    follow,
+    watch: (child) => observer.observe(child),
+    toEnd() { stuck = true; follow(); },
+    end: () => observer.disconnect(),
+  };
+}
+
+/** A textarea that grows with what is typed. */
+export function autoGrow(area, most = 240) {
+  const fit = () => {
+    area.style.height = "auto";
+    area.style.height = `${Math.min(area.scrollHeight + 2, most)}px`;
+  };
+  area.addEventListener("input", fit);
+  return fit;
+}

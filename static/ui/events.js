@@ -1,0 +1,380 @@
+// The agents' JSON event streams, read into blocks that mean something.
+//
+// A block is { kind, … } and may change until the turn is over:
+//   text      { text }                                what the agent says, Markdown
+//   thinking  { text }
+//   tool      { id, name, title, input, output, status }   status: "running", "ok", "failed"
+//   note      { text, tone }                          tone: "info" or "bad"
+//   raw       { text, stream }                        what nobody here knows, as it came
+//   summary   { cost, tokens: { in, out, cached }, milliseconds, turns, failed }
+// The stream is told by its shape, not by the session's agent: a template may run any of the four, or something else.
+
+const RAW_CHARS = 400_000; // of a block; the server keeps all
+
+const pretty = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
+
+/** Text out of a tool's result: a string, a list of parts, or any other value. */
+function resultText(content) {
+  if (content == null) return "";
+  if (typeof content === "string") return content;
+  if (!Array.isArray(content)) return pretty(content);
+  return content.map((part) => (typeof part === "string" ? part : part.text ?? `[${part.type ?? "part"}]`)).join("\n");
+}
+
+/** One line that says what a tool call is about. */
+export function toolTitle(input) {
+  if (input == null) return "";
+  if (typeof input === "string") return input;
+  const main = ["command", "cmd", "file_path", "filePath", "path", "absolute_path", "pattern", "query", "url", "prompt",
+    "description", "subject"].map((key) => input[key]).find((value) => value != null && value !== "");
+  if (main !== undefined) return Array.isArray(main) ? main.join(" ") : String(main);
+  const text = JSON.stringify(input);
+  return text === "{}" ? "" : text;
+}
+
+export class AgentStream {
+  /** `changed(block, isNew)` is called for every block that is new or has changed. */
+  constructor(changed, fromTheMiddle = false) {
+    this.changed = changed;
+    this.skip = fromTheMiddle; // up to the end of the line
+
+    this.rest = { stdout: "", stderr: "" };
+    this.tools = new Map();
+    this.parts = new Map(); // blocks that are still being written, by an id of the stream's
+    this.open = null; // the text block that deltas go to
+    this.tokens = { in: 0, out: 0, cached: 0 };
+    this.cost = null;
+    this.spoke = false;
+    this.known = false; // whether an event of an agent was seen
+    this.summary = null;
+  }
+
+  /** Take a piece of a job's output. */
+  feed(stream, text) {
+    if (this.skip) {
+      const end = text.indexOf("\n");
+      if (end < 0) return;
+      text = text.slice(end + 1);
+      this.skip = false;
+    }
+    const lines = (this.rest[stream] + text).split("\n");
+    this.rest[stream] = lines.pop();
+    for (const line of lines) this.line(line, stream);
+  }
+
+  /** The job is over. */
+  end() {
+    for (const [stream, rest] of Object.entries(this.rest)) if (rest) this.line(rest, stream);
+    this.rest = { stdout: "", stderr: "" };
+    this.open = null;
+    for (const tool of this.tools.values()) {
+      if (tool.status === "running") this.change(tool, { status: "failed", output: tool.output || "(no result came)" });
+    }
+    if (!this.summary && (this.tokens.in || this.tokens.out || this.cost != null)) this.summarize({});
+  }
+
+  line(line, stream) {
+    const event = stream === "stdout" ? parsed(line) : null;
+    const read = event && this.reader(event);
+    if (read) {
+      this.known = true;
+      try {
+        if (read.call(this, event) !== false) return;
+      } catch { /* an event of a known name in an unknown shape: shown as it came */ }
+    }
+    this.raw(line, stream);
+  }
+
+  /** The method that reads this event, if it is one of a known agent. */
+  reader(event) {
+    const { type } = event;
+    if (typeof type !== "string") return null;
+    if (/^(thread|turn|item)\./.test(type)) return this.codex;
+    if (event.part && event.sessionID !== undefined) return this.opencode;
+    if (type === "error") return this.error;
+    if (["system", "assistant", "user", "stream_event"].includes(type) || (type === "result" && !event.stats)) {
+      return event.session_id !== undefined ? this.claude : null;
+    }
+    if (["init", "message", "tool_use", "tool_result", "result"].includes(type) && event.timestamp) return this.gemini;
+    return null;
+  }
+
+  // --- Blocks ---
+
+  add(block) {
+    this.open = null;
+    this.changed(block, true);
+    return block;
+  }
+
+  change(block, what) {
+    Object.assign(block, what);
+    this.changed(block, false);
+  }
+
+  raw(text, stream) {
+    if (this.open?.kind === "raw" && this.open.stream === stream) {
+      const all = `${this.open.text}\n${text}`;
+      const cut = all.length > RAW_CHARS;
+      this.change(this.open, cut ? { text: all.slice(-RAW_CHARS / 2), cut } : { text: all });
+    } else if (text) {
+      this.open = this.add({ kind: "raw", text, stream });
+    }
+  }
+
+  note(text, tone = "info") {
+    this.add({ kind: "note", text, tone });
+  }
+
+  say(text, kind = "text") {
+    if (text === "" || text == null) return null;
+    this.spoke ||= kind === "text";
+    return this.add({ kind, text });
+  }
+
+  /** Add to the text that is being written, or begin it. */
+  delta(text, kind = "text") {
+    if (!text) return;
+    this.spoke ||= kind === "text";
+    if (this.open?.kind === kind) this.change(this.open, { text: this.open.text + text });
+    else this.open = this.add({ kind, text });
+  }
+
+  toolStarts(id, name, input) {
+    if (this.tools.has(id)) return this.change(this.tools.get(id), { name, input, title: toolTitle(input) });
+    const block = { kind: "tool", id, name, input, title: toolTitle(input), output: "", status: "running" };
+    this.tools.set(id, block);
+    return this.add(block);
+  }
+
+  toolEnds(id, output, failed) {
+    const block = this.tools.get(id) ?? this.toolStarts(id, "tool", null) ?? this.tools.get(id);
+    this.change(block, { output, status: failed ? "failed" : "ok" });
+    this.tools.delete(id); // an agent may use an id again
+  }
+
+  summarize(more) {
+    if (this.summary) return this.change(this.summary, more);
+    this.summary = this.add({ kind: "summary", cost: this.cost, tokens: { ...this.tokens }, ...more });
+    return this.summary;
+  }
+
+  // --- Claude Code: stream-json, with or without partial messages ---
+
+  claude(event) {
+    const { type, message } = event;
+    if (type === "system") return this.claudeSystem(event);
+    if (type === "stream_event") return this.claudePartial(event);
+    if (type === "result") return this.claudeResult(event);
+    if (type === "assistant") {
+      if (event.error) this.note(event.error, "bad");
+      for (const part of message.content) this.claudePart(part, message.id);
+      return true;
+    }
+    const parts = Array.isArray(message.content) ? message.content : [];
+    for (const part of parts) {
+      if (part.type === "tool_result") this.toolEnds(part.tool_use_id, resultText(part.content), part.is_error);
+    }
+    return parts.some((part) => part.type === "tool_result") || event.isReplay === true;
+  }
+
+  claudeSystem(event) {
+    if (event.subtype === "init") return void this.note(event.model ?? "started");
+    if (event.subtype === "status" || event.subtype === "thinking_tokens") return true;
+    if (event.subtype === "compact_boundary") return void this.note("the conversation was compacted");
+    if (event.subtype === "api_retry") return void this.note("the model service failed; trying again", "bad");
+    return false;
+  }
+
+  claudePart(part, message) {
+    if (part.type === "tool_use") return this.toolStarts(part.id, part.name, part.input);
+    const kind = part.type === "thinking" ? "thinking" : "text";
+    const text = part.text ?? part.thinking;
+    if (text === undefined) return this.raw(JSON.stringify(part), "stdout");
+    // Written delta by delta already? The beginning of the message may not have been seen.
+    const partial = this.parts.get(`${message} ${kind}`)?.shift() ?? this.parts.get(`undefined ${kind}`)?.shift();
+    if (partial) return partial.text === text || this.change(partial, { text });
+    return this.say(text, kind);
+  }
+
+  claudePartial({ event }) {
+    if (event.type === "message_start") this.message = event.message.id;
+    if (event.type === "content_block_start") {
+      const block = event.content_block;
+      if (block.type === "tool_use") this.toolStarts(block.id, block.name, null);
+      this.open = null;
+    }
+    if (event.type !== "content_block_delta") return true;
+    const { delta } = event;
+    const kind = delta.type === "thinking_delta" ? "thinking" : "text";
+    const text = delta.text ?? delta.thinking;
+    if (!text) return true;
+    const before = this.open;
+    this.delta(text, kind);
+    if (this.open !== before) {
+      const key = `${this.message} ${kind}`;
+      this.parts.set(key, [...(this.parts.get(key) ?? []), this.open]);
+    }
+    return true;
+  }
+
+  claudeResult(event) {
+    if (event.result && (!this.spoke || event.is_error)) event.is_error ? this.note(event.result, "bad") : this.say(event.result);
+    const usage = event.usage ?? {};
+    this.summarize({
+      cost: event.total_cost_usd ?? null,
+      tokens: {
+        in: (usage.input_tokens ?? 0) + (usage.cache_creation_input_tokens ?? 0),
+        out: usage.output_tokens ?? 0, cached: usage.cache_read_input_tokens ?? 0,
+      },
+      milliseconds: event.duration_ms, turns: event.num_turns, failed: event.is_error === true,
+    });
+    return true;
+  }
+
+  // --- Gemini CLI: stream-json ---
+
+  gemini(event) {
+    switch (event.type) {
+      case "init":
+        return void this.note(event.model ?? "started");
+      case "message":
+        if (event.role === "user") return true;
+        return event.delta ? this.delta(event.content) : void this.say(event.content);
+      case "tool_use":
+        return void this.toolStarts(event.tool_id, event.tool_name, event.parameters);
+      case "tool_result":
+        return void this.toolEnds(event.tool_id, resultText(event.output) || (event.error?.message ?? ""),
+          event.status === "error");
+      case "result": {
+        const stats = event.stats ?? {};
+        if (event.error) this.note(event.error.message ?? pretty(event.error), "bad");
+        return void this.summarize({
+          tokens: { in: stats.input_tokens ?? 0, out: stats.output_tokens ?? 0, cached: stats.cached ?? 0 },
+          milliseconds: stats.duration_ms, failed: event.status === "error",
+        });
+      }
+    }
+    return false;
+  }
+
+  // --- Codex: exec --json ---
+
+  codex(event) {
+    const { type, item, usage } = event;
+    if (type === "thread.started" || type === "turn.started") return true;
+    if (type === "turn.completed") {
+      this.tokens.in += (usage?.input_tokens ?? 0) - (usage?.cached_input_tokens ?? 0);
+      this.tokens.cached += usage?.cached_input_tokens ?? 0;
+      this.tokens.out += usage?.output_tokens ?? 0;
+      this.summarize({ tokens: { ...this.tokens } });
+      return true;
+    }
+    if (type === "turn.failed") {
+      this.note(event.error?.message ?? "the turn failed", "bad");
+      this.summarize({ failed: true });
+      return true;
+    }
+    return item ? this.codexItem(item, type === "item.completed") : false;
+  }
+
+  codexItem(item, done) {
+    const failed = item.status === "failed" || item.status === "declined";
+    const tool = (name, input, output) => {
+      const before = this.tools.get(item.id);
+      if (!before) this.toolStarts(item.id, name, input);
+      if (done) this.toolEnds(item.id, output, failed);
+      else if (output && output !== before?.output) this.change(this.tools.get(item.id), { output });
+      return true;
+    };
+    switch (item.type) {
+      case "agent_message":
+        return this.codexText(item, "text", done);
+      case "reasoning":
+        return this.codexText(item, "thinking", done);
+      case "command_execution":
+        return tool("shell", { command: unwrapped(item.command) },
+          item.aggregated_output + (item.exit_code ? `\nexit status ${item.exit_code}` : ""));
+      case "file_change":
+        return tool("edit", { path: item.changes?.map((change) => `${change.kind} ${change.path}`).join(", ") }, "");
+      case "mcp_tool_call":
+        return tool(`${item.server}.${item.tool}`, item.arguments, item.error?.message ?? resultText(item.result?.content));
+      case "web_search":
+        return tool("web search", { query: item.query }, "");
+      case "todo_list": {
+        const text = item.items.map((todo) => `- ${todo.completed ? "☑" : "☐"} ${todo.text}`).join("\n");
+        return this.codexText({ ...item, text }, "text", done);
+      }
+      case "error":
+        return void this.note(item.message, "bad");
+    }
+    return false;
+  }
+
+  /** Each event carries the whole text so far. */
+  codexText(item, kind, done) {
+    const block = this.parts.get(item.id);
+    if (block) this.change(block, { text: item.text });
+    else {
+      const made = this.say(item.text, kind);
+      if (made) this.parts.set(item.id, made);
+    }
+    if (done) this.parts.delete(item.id);
+    return true;
+  }
+
+  // --- OpenCode: run --format json ---
+
+  opencode({ type, part }) {
+    switch (type) {
+      case "step_start":
+        return true;
+      case "text":
+        return this.codexText(part, "text", false);
+      case "reasoning":
+        return this.codexText(part, "thinking", false);
+      case "tool_use": {
+        const { state } = part;
+        this.toolStarts(part.callID, part.tool, state.input);
+        if (state.status === "completed") {
+          const exit = state.metadata?.exit;
+          this.toolEnds(part.callID, state.output + (exit ? `\nexit status ${exit}` : ""), Boolean(exit));
+        } else if (state.status === "error") this.toolEnds(part.callID, state.error, true);
+        return true;
+      }
+      case "step_finish": {
+        const { input = 0, output = 0, cache = {} } = part.tokens ?? {};
+        this.tokens.in += input;
+        this.tokens.out += output;
+        this.tokens.cached += cache.read ?? 0;
+        this.cost = (this.cost ?? 0) + (part.cost ?? 0);
+        return true; // the summary comes when the job ends
+      }
+    }
+    return false;
+  }
+
+  // --- Any agent ---
+
+  error(event) {
+    const text = event.message ?? event.error?.data?.message ?? event.error?.message ?? event.error?.name;
+    if (typeof text !== "string") return false;
+    return void this.note(text, event.severity === "warning" ? "info" : "bad");
+  }
+}
+
+function parsed(line) {
+  if (!line.startsWith("{")) return null;
+  try {
+    return JSON.parse(line);
+  } catch {
+    return null;
+  }
+}
+
+/** The command in Codex's /bin/bash -lc '…'. */
+function unwrapped(command) {
+  const found = /^\S*\/(?:ba|z)?sh -l?c (['"])([\s\S]*)\1$/.exec(command ?? "");
+  if (!found) return command;
+  return found[1] === "'" ? found[2].replaceAll(`'\\''`, "'").replaceAll(`'"'"'`, "'") : found[2].replaceAll('\\"', '"');
+}

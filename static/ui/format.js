@@ -1,0 +1,51 @@
+// How times, sizes and states read.
+
+export const AGENTS = { claude: "Claude Code", gemini: "Gemini CLI", codex: "Codex", opencode: "OpenCode" };
+
+export const agentName = (agent) => AGENTS[agent] ?? agent;
+
+export function duration(milliseconds) {
+  const seconds = milliseconds / 1000;
+  if (!(seconds >= 0)) return "";
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+export function ago(iso) {
+  const seconds = (Date.now() - Date.parse(iso)) / 1000;
+  if (seconds < 45) return "just now";
+  if (seconds < 5400) return `${Math.max(1, Math.round(seconds / 60))} min ago`;
+  if (seconds < 129600) return `${Math.round(seconds / 3600)} h ago`;
+  return `${Math.round(seconds / 86400)} days ago`;
+}
+
+export function size(bytes) {
+  if (bytes < 1000) return `${bytes} B`;
+  const unit = bytes < 1e6 ? "kB" : bytes < 1e9 ? "MB" : "GB";
+  return `${(bytes / { kB: 1e3, MB: 1e6, GB: 1e9 }[unit]).toFixed(1)} ${unit}`;
+}
+
+export const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
+
+/** A job's state as { text, tone }; tone is a class: run, good, bad or off. */
+export function outcome(job) {
+  if (job.state === "running") return { text: "running", tone: "run" };
+  if (job.state === "cancelled") return { text: "cancelled", tone: "off" };
+  if (job.state === "lost") return { text: "lost", tone: "bad" };
+  if (job.exit === 0) return { text: job.kind === "prompt" ? "done" : "exit 0", tone: "good" };
+  return { text: job.exit == null ? "failed" : `exit ${job.exit}`, tone: "bad" };
+}
+
+export function lasted(job) {
+  const end = job.ended ? instant(job.ended) : Date.now();
+  return duration(end - instant(job.started));
+}
+
+/** Times come as ISO text; some as seconds. */
+export const instant = (when) => (typeof when === "number" ? when * 1000 : Date.parse(when));
+
+/** The last folder of a path, for where there is little room. */
+export const tailOf = (path) => path.replace(/\/+$/, "").split("/").pop() || path;

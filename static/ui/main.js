@@ -1,0 +1,172 @@
+// The frame: the list of sessions beside the session at hand, whose screen the address names (#/s/<session>/<screen>).
+
+import { api, link } from "./api.js";
+import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
+import { agentName, count, tailOf } from "./format.js";
+import { icon } from "./icons.js";
+import { mountForm, mountList } from "./sessions.js";
+import { refresh, startPolling, store } from "./store.js";
+
+const SCREENS = {
+  agent: ["Agent", () => import("./agent.js")],
+  command: ["Command", () => import("./command.js")],
+  terminal: ["Terminal", () => import("./terminal.js")],
+  settings: ["Settings", () => import("./settings.js")],
+};
+
+const main = $("#main");
+let leave = () => {}; // undoes the view at hand
+
+/** What the address asks for: { view, name, screen }. */
+function place() {
+  const [view, name, screen] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  if (view === "s" && name) return { view, name, screen: screen in SCREENS ? screen : "agent" };
+  return { view: view === "new" ? "new" : "" };
+}
+
+export const addressOf = (name, screen = "agent") => `#/s/${encodeURIComponent(name)}/${screen}`;
+
+async function show() {
+  const { view, name, screen } = place();
+  leave();
+  leave = () => {};
+  document.body.dataset.view = view || "home";
+  if (view === "s") return showSession(name, screen);
+  document.title = view === "new" ? "New session — sandbox" : "sandbox";
+  if (view === "new") {
+    leave = mountForm(main, { created: (made) => (location.hash = addressOf(made.name)) });
+    return;
+  }
+  showHome();
+}
+
+function showHome() {
+  const draw = () => {
+    if (!store.sessions) {
+      main.replaceChildren(h("div", { class: "empty" },
+        store.error ? problem(store.error) : h("p", { class: "dim" }, "Loading…")));
+      return;
+    }
+    const some = store.sessions.length > 0;
+    main.replaceChildren(h("div", { class: "empty" },
+      h("h1", {}, some ? "Choose a session" : "No session yet"),
+      h("p", {}, some
+        ? "Each session is a container in which an agent works. It goes on when you close this page."
+        : "A session is a container in which an agent works on one of your directories, and on nothing else."),
+      h("p", {}, h("a", { class: "button primary", href: "#/new" }, icon("plus"), "New session"))));
+  };
+  const some = () => `${Boolean(store.sessions)} ${store.sessions?.length > 0} ${store.error?.message}`;
+  let drawn = some();
+  const changed = () => drawn !== (drawn = some()) && draw();
+  store.addEventListener("change", changed);
+  leave = () => store.removeEventListener("change", changed);
+  draw();
+}
+
+async function showSession(name, screen) {
+  document.title = `${name} · ${SCREENS[screen][0]} — sandbox`;
+  const view = { gone: false, detail: null, unmount: () => {} };
+  const head = h("header", { class: "session-head" });
+  const body = h("div", { class: "screen", "data-screen": screen }, h("p", { class: "dim pad" }, "Loading…"));
+  const tabs = h("nav", { class: "tabs", "aria-label": "Modes" }, Object.entries(SCREENS).map(([key, [label]]) =>
+    h("a", { href: addressOf(name, key), "aria-current": key === screen ? "page" : null }, label)));
+  main.replaceChildren(head, tabs, body);
+  drawHead(head, name, null, view);
+
+  const load = async () => {
+    view.detail = await api.session(name);
+    if (!view.gone) drawHead(head, name, view.detail, view);
+    return view.detail;
+  };
+  view.reload = async () => {
+    await Promise.all([load(), refresh()]);
+    view.screen?.changed?.(view.detail);
+  };
+  const changed = () => { // a state that others have changed
+    const row = store.find(name);
+    if (row && view.detail && row.state !== view.detail.state) view.reload().catch(() => {});
+  };
+  store.addEventListener("change", changed);
+  leave = () => {
+    view.gone = true;
+    store.removeEventListener("change", changed);
+    view.screen?.unmount?.();
+  };
+  try {
+    const [module, detail] = await Promise.all([SCREENS[screen][1](), load()]);
+    if (view.gone) return;
+    body.replaceChildren();
+    view.screen = module.mount(body, { name, session: detail, reload: view.reload });
+  } catch (error) {
+    if (!view.gone) body.replaceChildren(h("div", { class: "pad" }, problem(error)));
+  }
+}
+
+function drawHead(head, name, session, view) {
+  const state = session?.state ?? store.find(name)?.state ?? "";
+  const running = state === "running";
+  const act = (label, action, symbol, extra = {}) => h("button", {
+    class: "quiet", type: "button", ...extra,
+    onclick: (event) => busy(event.currentTarget, async () => {
+      await action();
+    }),
+  }, icon(symbol), h("span", { class: "label" }, label));
+  const facts = session ? [
+    session.agent ? agentName(session.agent) : "no agent", session.directory && tailOf(session.directory),
+    session.runtime, session.network && session.network !== "open" ? "no network" : null,
+  ].filter(Boolean) : [];
+  head.replaceChildren(
+    h("a", { class: "button quiet back", href: "#/", "aria-label": "All sessions" }, icon("back")),
+    h("div", { class: "who" },
+      h("h1", {}, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state)),
+      h("p", { class: "dim", title: session?.directory }, facts.join(" · "))),
+    session && h("div", { class: "row acts" },
+      running
+        ? act("Stop", () => change(view, name, "stop", "stopped"), "stop", { "aria-label": `Stop ${name}` })
+        : act("Start", () => change(view, name, "start", "started"), "play", { "aria-label": `Start ${name}` }),
+      act("Remove", () => remove(name), "trash", { "aria-label": `Remove ${name}` })));
+}
+
+async function change(view, name, action, done) {
+  if (action === "stop" && !(await mayStop(name))) return;
+  await api.act(name, action);
+  say(`${name} ${done}`);
+  await view.reload();
+}
+
+function mayStop(name) {
+  const row = store.find(name);
+  const busyWith = [row?.jobs && count(row.jobs, "running job"), row?.terminals && count(row.terminals, "terminal")];
+  const what = busyWith.filter(Boolean).join(" and ");
+  return what ? confirmed(`Stop ${name}?`, `This ends ${what}. The container and its files stay.`, "Stop") : true;
+}
+
+async function remove(name) {
+  const text = "The container goes, and with it the agent's conversation and this session's settings and history. "
+    + "Your directory stays as it is.";
+  if (!(await confirmed(`Remove ${name}?`, text, "Remove"))) return;
+  await api.remove(name);
+  toast(`${name} was removed`);
+  await refresh();
+  location.hash = "#/";
+}
+
+function showLink() {
+  const banner = $("#banner");
+  banner.hidden = link.up;
+  banner.textContent = link.up ? "" : "The server does not answer. Trying again… What runs in your sessions goes on.";
+  if (link.up) say("Connected again");
+}
+
+link.addEventListener("change", showLink);
+window.addEventListener("hashchange", () => {
+  show();
+  main.focus({ preventScroll: true });
+});
+$("#skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+mountList($("#side"), { place });
+startPolling();
+show();

@@ -1,0 +1,50 @@
+// Markdown into elements. The libraries come with the first text; without them it is shown as it is.
+
+let ready; // a promise of the renderer
+
+const TAGS = ["a", "b", "blockquote", "br", "code", "del", "details", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "i",
+  "kbd", "li", "ol", "p", "pre", "s", "strong", "sub", "summary", "sup", "table", "tbody", "td", "th", "thead", "tr", "ul"];
+
+async function load() {
+  const [{ Marked }, { default: purify }] = await Promise.all([
+    import("./vendor/marked.esm.js"), import("./vendor/purify.es.mjs")]);
+  const marked = new Marked({
+    gfm: true,
+    breaks: true,
+    renderer: {
+      image: ({ href, text }) => `<a href="${attribute(href)}">${attribute(text || href)}</a>`, // nothing is fetched
+      html: ({ text }) => attribute(text), // as it came: not even the parser gets to see an attribute like onerror
+      checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+    },
+  });
+  purify.addHook("afterSanitizeAttributes", (node) => {
+    if (node.tagName !== "A") return;
+    node.setAttribute("target", "_blank");
+    node.setAttribute("rel", "noopener noreferrer");
+  });
+  return (text) => purify.sanitize(marked.parse(text), {
+    ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "title", "align", "start", "open"], ALLOW_DATA_ATTR: false,
+    ALLOW_ARIA_ATTR: false, ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i, RETURN_DOM_FRAGMENT: true,
+  });
+}
+
+const attribute = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+
+/** Show text in an element; called again while the text grows. */
+export function render(element, text) {
+  element.source = text;
+  if (element.rendering) return;
+  element.rendering = true;
+  ready ??= load().catch(() => null);
+  ready.then(async (markdown) => {
+    await new Promise((done) => setTimeout(done, element.childNodes.length ? 60 : 0)); // not for every letter
+    element.rendering = false;
+    if (!markdown) {
+      element.classList.add("plain");
+      element.textContent = element.source;
+      return;
+    }
+    element.replaceChildren(markdown(element.source));
+    for (const pre of element.querySelectorAll("pre, table")) pre.tabIndex = 0; // scrolled by keyboard
+  });
+}

@@ -1,0 +1,176 @@
+"""A real Chromium, headless, driven over its DevTools protocol with `websockets`."""
+
+import base64
+import json
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import connect
+
+ARGV = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--disable-default-apps", "--disable-extensions",
+        "--disable-features=Translate,OptimizationHints,MediaRouter,AutofillServerCommunication", "--no-first-run",
+        "--no-default-browser-check", "--no-pings", "--metrics-recording-only", "--password-store=basic",
+        "--hide-scrollbars", "--remote-debugging-port=0", "about:blank"]
+DESKTOP, PHONE = (1280, 800), (390, 780)
+KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowUp": (38, ""), "ArrowDown": (40, "")}
+
+
+class Page:
+    """One tab: what it has asked for and complained about, and hands for it."""
+
+    def __init__(self, url: str) -> None:
+        self.stack = ExitStack()
+        self.socket = self.stack.enter_context(connect(url, max_size=None, compression=None, ping_interval=None))
+        self.number = 0
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self.bytes = 0
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def close(self) -> None:
+        self.call("Page.close")
+        self.stack.close()
+
+    def call(self, method: str, **params: Any) -> Any:
+        """Carry out a command of the protocol, and take in the events that come before its answer."""
+        self.number += 1
+        self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
+        while True:
+            message = json.loads(self.socket.recv(timeout=60))
+            if message.get("id") == self.number:
+                assert "error" not in message, (method, message["error"])
+                return message["result"]
+            if "method" in message:
+                self.take(message["method"], message["params"])
+
+    def take(self, event: str, data: Any) -> None:
+        if event == "Network.requestWillBeSent":
+            self.requests.append(data["request"]["url"])
+        elif event == "Network.webSocketCreated":
+            self.requests.append(data["url"])
+        elif event == "Network.loadingFinished":
+            self.bytes += data["encodedDataLength"]
+        elif event == "Runtime.exceptionThrown":
+            self.errors.append(str(data["exceptionDetails"].get("exception", data["exceptionDetails"])))
+        elif event == "Runtime.consoleAPICalled" and data["type"] in ("error", "warning", "assert"):
+            self.errors.append(" ".join(str(a.get("value", a.get("description"))) for a in data["args"]))
+        elif event == "Log.entryAdded" and data["entry"]["level"] in ("error", "warning"):
+            self.errors.append(f"{data['entry']['text']} {data['entry'].get('url', '')}")
+
+    def eval(self, script: str) -> Any:
+        """The value of an expression, awaited."""
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True,
+                           userGesture=True)
+        assert "exceptionDetails" not in answer, (script, answer["exceptionDetails"])
+        return answer["result"].get("value")
+
+    def wait(self, script: str, seconds: float = 20) -> None:
+        """Wait until an expression is true."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with suppress(AssertionError):  # a page that is being left
+                if self.eval(f"Boolean({script})"):
+                    return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{script} did not become true\n{self.errors}\n{self.text()[-3000:]}")
+            time.sleep(0.03)
+
+    def see(self, text: str, within: str = "body", seconds: float = 20) -> None:
+        """Wait until a text can be read in an element."""
+        self.wait(f"document.querySelector({json.dumps(within)})?.innerText.includes({json.dumps(text)})", seconds)
+
+    def text(self) -> str:
+        return str(self.eval("document.body.innerText"))
+
+    def goto(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+        self.wait(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url.split('#')[0])})")
+
+    def resize(self, size: tuple[int, int], dark: bool = False) -> None:
+        """Be a desktop's or a phone's screen, light or dark."""
+        phone = size[0] < 500
+        self.call("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1],
+                  deviceScaleFactor=2 if phone else 1, mobile=phone)
+        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def click(self, selector: str) -> None:
+        """Press the mouse on the first element of a selector that can be seen."""
+        found = json.dumps(selector)
+        self.wait(f"[...document.querySelectorAll({found})].some((e) => e.checkVisibility() && !e.disabled)")
+        at = self.eval(f"""(() => {{
+            const e = [...document.querySelectorAll({found})].find((e) => e.checkVisibility() && !e.disabled);
+            e.scrollIntoView({{ block: "nearest" }});
+            const box = e.getBoundingClientRect();
+            return [box.x + box.width / 2, box.y + box.height / 2];
+        }})()""")
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)
+
+    def press(self, name: str, text: str = "", modifiers: int = 0) -> None:
+        """Press a key: a name of KEYS, or a letter."""
+        code, typed = KEYS.get(name, (ord(name[0].upper()), text))
+        key = {"key": name, "windowsVirtualKeyCode": code, "code": name if name in KEYS else f"Key{name.upper()}",
+               "modifiers": modifiers}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text or typed, **key)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    def type(self, text: str) -> None:
+        self.call("Input.insertText", text=text)
+
+    def fill(self, selector: str, text: str) -> None:
+        """Replace what is in a field."""
+        self.click(selector)
+        self.eval(f"document.querySelector({json.dumps(selector)}).select()")
+        self.type(text)
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+
+class Browser:
+    """A running Chromium."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def get(self, path: str, method: str = "GET") -> Any:
+        request = urllib.request.Request(f"http://{self.address}{path}", method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def page(self) -> Page:
+        page = Page(self.get("/json/new?about:blank", "PUT")["webSocketDebuggerUrl"])
+        page.resize(DESKTOP)
+        return page
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Start a browser with a profile that goes again."""
+    with tempfile.TemporaryDirectory(prefix="sandbox-test-chromium-", ignore_cleanup_errors=True) as profile:
+        process = subprocess.Popen([*ARGV, f"--user-data-dir={profile}"], stdin=subprocess.DEVNULL,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            file = Path(profile, "DevToolsActivePort")
+            deadline = time.monotonic() + 30
+            while not file.exists() or "\n" not in file.read_text():
+                assert process.poll() is None and time.monotonic() < deadline, "chromium does not start"
+                time.sleep(0.05)
+            yield Browser(f"127.0.0.1:{file.read_text().splitlines()[0]}")
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,360 @@
+"""The harness of the tests that drive real engines.
+
+A test that asks for `engine` runs three times: on docker, on rootful podman and on rootless podman of the user
+sandbox-test. tests/prepare makes the machine ready; an engine that does not answer is a failure, not a skip.
+The code under test is a world-readable copy of the working tree, started with /usr/bin/python3 in a clean
+environment, because the checkout and its venv may lie where sandbox-test cannot read.
+"""
+
+import codecs
+import contextlib
+import fcntl
+import importlib.util
+import itertools
+import json
+import os
+import pty
+import pwd
+import secrets
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = "/usr/bin/python3"
+USER = "sandbox-test"
+CONTAINERS_CONF = "/etc/sandbox-test/containers.conf"
+IMAGE_NAME = "localhost/sandbox-test"
+IMAGE_VERSION = "1.0-common"
+IMAGE = f"{IMAGE_NAME}:{IMAGE_VERSION}"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TIMEOUT_SECONDS = 120.0
+
+TOKEN = f"t{secrets.token_hex(4)}"  # in every name and directory of this test run, to know its containers by
+COUNTER = itertools.count(1)
+
+Result = subprocess.CompletedProcess[str]
+
+
+# --- Processes ---
+
+
+def kill_group(pgid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pgid, signal.SIGKILL)
+
+
+class Process(subprocess.Popen[str]):
+    """A process that leads a group; the whole group is killed when its `with` statement ends."""
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        kill_group(self.pid)
+        self.wait()
+        for stream in filter(None, (self.stdin, self.stdout, self.stderr)):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+class Terminal:
+    """A process on a real PTY, as its controlling terminal; killed with its process group on exit."""
+
+    def __init__(self, argv: list[str], rows: int, cols: int, **popen: Any) -> None:
+        self.master, slave = pty.openpty()
+        self.resize(rows, cols)
+        os.fchown(slave, popen["user"], -1)
+        self.process = subprocess.Popen(
+            argv,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            **popen,
+        )
+        os.close(slave)
+        self.output = ""  # everything read so far
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._seen = 0  # how much of it an expect() has consumed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        kill_group(self.process.pid)
+        self.process.wait()
+        os.close(self.master)
+
+    def send(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def resize(self, rows: int, cols: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
+
+    def expect(self, text: str, timeout: float = 30) -> str:
+        """Wait for `text` in the output no earlier expect() has consumed; return the output up to its end."""
+        deadline = time.monotonic() + timeout
+        while (at := self.output.find(text, self._seen)) < 0:
+            if not self._read(deadline):
+                pytest.fail(f"{text!r} did not come; the output since the last match is:\n{self.unread()}")
+        start, self._seen = self._seen, at + len(text)
+        return self.output[start : self._seen]
+
+    def unread(self) -> str:
+        return self.output[self._seen :]
+
+    def wait(self, timeout: float = 30) -> int:
+        """Read until the process has ended; return its status, negative for a signal."""
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            if time.monotonic() > deadline:
+                pytest.fail(f"still running after {timeout} s; the output since the last match is:\n{self.unread()}")
+            self._read(time.monotonic() + 0.05)
+        while self._read(time.monotonic()):
+            pass
+        return self.process.returncode
+
+    def _read(self, deadline: float) -> bool:
+        """Read once; False when the deadline has passed or the other end is closed."""
+        ready, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
+        try:
+            data = os.read(self.master, 65536) if ready else b""
+        except OSError:  # EIO: nobody has the other end open
+            time.sleep(0.01)
+            return False
+        self.output += self._decoder.decode(data)
+        return bool(data)
+
+
+# --- Engines ---
+
+
+@dataclass
+class Engine:
+    """One engine, the user who owns it, and the command line under test.
+
+    `user` of a method is the name of the user to run as instead: the docker engine's sandbox-test, for example.
+    `home` and `project`, set by the fixtures of these names, are the default SANDBOX_HOME and directory.
+    """
+
+    id: str
+    runtime: str
+    user: str
+    area: Path
+    home: Path = field(init=False)
+    project: Path = field(init=False)
+    started: list[Process] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.project = self.directory()
+        self.home = self.directory()
+        write_config(self.home)
+
+    @property
+    def uid(self) -> int:
+        return pwd.getpwnam(self.user).pw_uid
+
+    @property
+    def gid(self) -> int:
+        return pwd.getpwnam(self.user).pw_gid
+
+    def directory(self, user: str | None = None) -> Path:
+        """Make a fresh directory that `user` owns, under parents that all may pass."""
+        path = self.area / unique_name()
+        path.mkdir(mode=0o755)
+        owner = pwd.getpwnam(user or self.user)
+        os.chown(path, owner.pw_uid, owner.pw_gid)
+        return path
+
+    def environ(self, user: str | None = None, home: Path | None = None) -> dict[str, str]:
+        """The whole environment a command starts with."""
+        owner = pwd.getpwnam(user or self.user)
+        environ = {
+            "HOME": owner.pw_dir,
+            "LANG": "C.UTF-8",
+            "LOGNAME": owner.pw_name,
+            "PATH": PATH,
+            "SANDBOX_HOME": str(home or self.home),
+            "SANDBOX_RUNTIME": self.runtime,
+            "TERM": "xterm-256color",
+            "USER": owner.pw_name,
+        }
+        if self.runtime == "podman":
+            environ["CONTAINERS_CONF"] = CONTAINERS_CONF
+        if owner.pw_uid:
+            environ["XDG_RUNTIME_DIR"] = f"/run/user/{owner.pw_uid}"
+        return environ
+
+    def sandbox_argv(self, *args: str) -> list[str]:
+        return [PYTHON, str(self.area / "app"), *args]
+
+    def run(self, *args: str, timeout: float = TIMEOUT_SECONDS, input: str | None = None, **where: Any) -> Result:
+        """Run the engine's own command; `where` as in `where`."""
+        return self._run([self.runtime, *args], input, timeout, where)
+
+    def sandbox(self, *args: str, timeout: float = TIMEOUT_SECONDS, input: str | None = None, **where: Any) -> Result:
+        """Run our command; stdin is empty without `input`; `where` as in `where`."""
+        return self._run(self.sandbox_argv(*args), input, timeout, where)
+
+    def popen(self, *args: str, **where: Any) -> Process:
+        """Start our command with pipes; it ends with its `with` statement, at the latest with the test."""
+        process = self._popen(self.sandbox_argv(*args), where)
+        self.started.append(process)
+        return process
+
+    def pty(self, *args: str, rows: int = 24, cols: int = 80, **where: Any) -> Terminal:
+        """Start our command on a terminal of this size; use it in a `with` statement."""
+        return Terminal(self.sandbox_argv(*args), rows, cols, **self.where(**where))
+
+    def where(
+        self,
+        cwd: Path | str | None = None,
+        env: Mapping[str, str] | None = None,
+        home: Path | None = None,
+        user: str | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of Popen for a directory, additions to the environment, a SANDBOX_HOME and a user."""
+        owner = pwd.getpwnam(user or self.user)
+        return {
+            "cwd": cwd or self.project,
+            "env": {**self.environ(user, home), **(env or {})},
+            "user": owner.pw_uid,
+            "group": owner.pw_gid,
+            "extra_groups": os.getgrouplist(owner.pw_name, owner.pw_gid),
+        }
+
+    def _run(self, argv: list[str], input: str | None, timeout: float, where: dict[str, Any]) -> Result:
+        with self._popen(argv, where) as process:
+            stdout, stderr = process.communicate(input or "", timeout)
+            return Result(argv, process.returncode, stdout, stderr)
+
+    def _popen(self, argv: list[str], where: dict[str, Any]) -> Process:
+        return Process(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="surrogateescape",
+            start_new_session=True,  # away from the terminal the tests run on
+            **self.where(**where),
+        )
+
+    def session_ids(self) -> set[str]:
+        """Ids of this run's session containers: a name, label or mount carries the token. Others stay unseen."""
+        shown = "{{.ID}} {{.Names}} {{.Labels}} {{.Mounts}}"
+        listing = self.run("ps", "-a", "--no-trunc", "--filter", "label=sandbox.session", "--format", shown)
+        assert listing.returncode == 0, listing.stderr
+        return {line.split()[0] for line in listing.stdout.splitlines() if TOKEN in line}
+
+    def remove(self, ids: set[str]) -> None:
+        if ids:
+            # Without a time podman lets a process that ignores SIGTERM live for ten seconds.
+            grace = ["--time=0"] if self.runtime == "podman" else []
+            self.run("rm", "-f", "-v", *grace, *ids)
+
+
+def unique_name() -> str:
+    return f"{TOKEN}-{next(COUNTER)}"
+
+
+def write_config(home: Path, **keys: object) -> None:
+    """Write sandbox.json for the test image and with these keys, owned by whom `home` belongs to."""
+    path = home / "sandbox.json"
+    path.write_text(json.dumps({"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, **keys}, indent=2))
+    path.chmod(0o600)
+    os.chown(path, home.stat().st_uid, home.stat().st_gid)
+
+
+# --- Fixtures ---
+
+
+@pytest.fixture(scope="session")
+def area() -> Iterator[Path]:
+    """A prepared machine and a temporary directory that every user may pass, with the code in app/."""
+    if os.geteuid() != 0:
+        pytest.fail("the engine tests need root: they run rootful engines and switch to the user sandbox-test")
+    prepare = subprocess.run([ROOT / "tests" / "prepare"], capture_output=True, text=True, timeout=1800)
+    if prepare.returncode != 0:
+        pytest.fail(f"tests/prepare failed:\n{prepare.stdout}{prepare.stderr}")
+    area = Path("/tmp", f"sandbox-test-{TOKEN}")
+    area.mkdir()
+    area.chmod(0o755)
+    copy_code(area / "app")
+    yield area
+    shutil.rmtree(area)
+
+
+def copy_code(app: Path) -> None:
+    """Copy what a zipapp holds, compiled for PYTHON."""
+    subprocess.run([sys.executable, ROOT / "static" / "build.py", "--libraries"], check=True, timeout=300)
+    app.mkdir()
+    for module in ROOT.glob("sandbox*.py"):
+        shutil.copy(module, app)
+    (app / "__main__.py").write_text("import sandbox\n\nsandbox.entry()\n")
+    shutil.copytree(ROOT / "static", app / "static", ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+    websockets = importlib.util.find_spec("websockets")
+    assert websockets and websockets.origin, "websockets is not installed"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(websockets.origin).parent, app / "websockets", ignore=ignored)
+    new_enough = "import sys; sys.exit(sys.version_info < (3, 11))"
+    if subprocess.run([PYTHON, "-c", new_enough]).returncode != 0:
+        pytest.fail(f"{PYTHON} must be Python 3.11 or newer: the tests start our command with it")
+    subprocess.run([PYTHON, "-m", "compileall", "-q", "-j0", app], check=True)
+    subprocess.run(["chmod", "-R", "a+rX", app], check=True)
+
+
+@pytest.fixture(scope="session", params=["docker", "podman", "rootless"])
+def engine(request: pytest.FixtureRequest, area: Path) -> Engine:
+    runtime = "docker" if request.param == "docker" else "podman"
+    engine = Engine(request.param, runtime, USER if request.param == "rootless" else "root", area)
+    answer = engine.run("image", "inspect", IMAGE)
+    if answer.returncode != 0:
+        pytest.fail(f"{engine.id} does not answer or lacks {IMAGE}:\n{answer.stderr}")
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def _sessions_go(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Remove the sessions that a test has left; those of fixtures with a wider scope stay."""
+    engine = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
+    before = engine.session_ids() if engine else set()
+    yield
+    if engine:
+        while engine.started:
+            engine.started.pop().end()
+        engine.remove(engine.session_ids() - before)
+
+
+@pytest.fixture
+def project(engine: Engine) -> Path:
+    """A fresh directory of the engine's user, in which commands start."""
+    engine.project = engine.directory()
+    return engine.project
+
+
+@pytest.fixture
+def home(engine: Engine) -> Path:
+    """A fresh SANDBOX_HOME of the engine's user with the default sandbox.json; see write_config."""
+    engine.home = engine.directory()
+    write_config(engine.home)
+    return engine.home
+
+
+@pytest.fixture
+def name() -> str:
+    """A session name no other test uses."""
+    return unique_name()

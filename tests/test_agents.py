@@ -1,0 +1,315 @@
+"""The product's image and the four agents in it, on every engine.
+
+The image is built with the command of the README; what has not changed comes from the engine's build cache. The
+agents talk to model_stub.py, which a session without a network starts by itself.
+"""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, USER, Engine, Result, Terminal, unique_name, write_config
+from test_engines import container_names
+
+BUILD = ("build", "--iv", "1.0", "--iba", "TOOL=common")
+IMAGE = "localhost/sandbox:1.0-common"
+# BuildKit would start without a cache wherever it came later than this test, and prints no cache hits.
+CLASSIC = {"DOCKER_BUILDKIT": "0"}
+BUILD_SECONDS = 1500.0
+
+# Every shortcut of spec 2.3 and the real names.
+SHORTCUTS = {
+    "agent-a": ("c", "agent-a", "cc", "claude"),
+    "agent-b": ("gm", "agent-b", "g", "gemini"),
+    "agent-c": ("cx", "agent-c", "codex"),
+    "agent-d": ("oc", "agent-d", "opencode"),
+}
+# How each agent answers one prompt without a terminal, and how it goes on with the last conversation.
+ONCE = {"c": "-p", "gm": "-p", "cx": "exec --skip-git-repo-check", "oc": "run"}
+AGAIN = {"c": "-c -p", "gm": "-r latest -p", "cx": "exec --skip-git-repo-check resume --last", "oc": "run -c"}
+# A word on the agent's screen when it waits for a prompt, and one that asks for Ctrl-C again.
+SCREENS = {"c": ("bypass", "again"), "gm": ("Type", "again"), "cx": ("YOLO", ""), "oc": ("Ask", "")}
+
+PORT = 8080
+STUB = f"http://127.0.0.1:{PORT}"
+PROVIDER = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{STUB}/v1", "apiKey": "stub"}}
+OPENCODE = {
+    "model": "stub/stub",
+    "small_model": "stub/stub",
+    "provider": {"stub": {**PROVIDER, "models": {"stub": {}}}},
+}
+ENV_FILE = f"""\
+export ANTHROPIC_BASE_URL="{STUB}"
+export ANTHROPIC_AUTH_TOKEN="stub"
+export GEMINI_API_KEY="stub"
+export GOOGLE_GEMINI_BASE_URL="{STUB}"
+export GEMINI_MODEL="gemini-2.5-pro"
+export OPENAI_BASE_URL="{STUB}/v1"
+export OPENAI_API_KEY="stub"
+export OPENCODE_CONFIG_CONTENT='{json.dumps(OPENCODE)}'
+"""
+
+on_docker = pytest.mark.parametrize("engine", ["docker"], indirect=True)
+each_agent = pytest.mark.parametrize("agent", ["c", "gm", "cx", "oc"])
+
+
+@pytest.fixture(scope="session")
+def image(engine: Engine) -> str:
+    """The image, built by docker and by rootful podman, which gives it to the rootless one."""
+    builder = engine if engine.user == "root" else Engine("podman", "podman", "root", engine.area)
+    built = builder.sandbox(*BUILD, timeout=BUILD_SECONDS, home=builder.directory(), env=CLASSIC)
+    assert built.returncode == 0, built.stdout + built.stderr
+    if image_id(engine) != image_id(builder):
+        copy_image(builder, engine)
+    return IMAGE
+
+
+def image_id(engine: Engine) -> str:
+    return engine.run("image", "inspect", "--format", "{{.Id}}", IMAGE).stdout
+
+
+def copy_image(source: Engine, target: Engine) -> None:
+    archive = source.area / "image.tar"
+    saved = source.run("save", "-q", "-o", str(archive), IMAGE, timeout=600)
+    assert saved.returncode == 0, saved.stderr
+    archive.chmod(0o644)
+    loaded = target.run("load", "-q", "-i", str(archive), timeout=600)
+    assert loaded.returncode == 0, loaded.stderr
+    archive.unlink()
+
+
+@dataclass
+class Session:
+    """A session without a network, in which the stub answers for the models."""
+
+    engine: Engine
+    name: str
+    project: Path
+    home: Path
+    user: str
+
+    def run(self, *args: str) -> Result:
+        return self.engine.sandbox("run", "-n", self.name, *args, **self.where())
+
+    def pty(self, *args: str) -> Terminal:
+        return self.engine.pty("run", "-n", self.name, *args, **self.where())
+
+    def where(self) -> dict[str, Any]:
+        return {"cwd": self.project, "home": self.home, "user": self.user}
+
+
+def new_session(engine: Engine, user: str) -> Session:
+    stub = engine.area / "model_stub.py"
+    if not stub.exists():
+        shutil.copy(ROOT / "tests" / "model_stub.py", stub)
+        stub.chmod(0o644)
+    session = Session(engine, unique_name(), engine.directory(user), engine.directory(user), user)
+    env_file = session.home / "stub.env"
+    env_file.write_text(ENV_FILE)
+    write_config(
+        session.home,
+        imageName=IMAGE.partition(":")[0],
+        network="none",
+        envFile=[str(env_file)],
+        volumes=[f"{stub}:/model_stub.py:ro"],
+        autostart=f"python3 /model_stub.py {PORT}",
+    )
+    made = session.run("-y", "c", "--", "--version")
+    assert made.returncode == 0, made.stderr
+    ready = session.run("-x", f"curl -s --retry 50 --retry-connrefused --retry-delay 1 {STUB}")
+    assert ready.returncode == 0, ready.stderr
+    return session
+
+
+@pytest.fixture(scope="module")
+def session(engine: Engine, image: str) -> Iterator[Session]:
+    """One session for all tests that leave it usable."""
+    session = new_session(engine, engine.user)
+    yield session
+    engine.sandbox("rm", session.name, **session.where())
+
+
+# --- The image ---
+
+
+@on_docker
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--iba", "TOOL=common,rusty"], "no tool 'rusty' (did you mean rust?)"),
+        (["--iba", "TOLL=common"], "no build argument TOLL (did you mean TOOL?)"),
+        (["--iba", "TOOL"], "TOOL"),
+    ],
+)
+def test_a_wrong_build_argument_is_refused_before_anything_is_built(
+    engine: Engine, home: Path, flags: list[str], message: str
+) -> None:
+    answer = engine.sandbox("build", "--iv", "1.0", *flags, env={"SANDBOX_TRACE": "1"})
+    assert (answer.returncode, answer.stdout) == (2, "") and message in answer.stderr
+    started = [line for line in answer.stderr.splitlines() if line.startswith("+ ")]
+    assert all(line.startswith("+ docker info ") for line in started), started
+
+
+@on_docker
+def test_update_agents_begins_with_the_agents_layer(engine: Engine, image: str, home: Path) -> None:
+    before = image_id(engine)
+    write_config(home, imageName=IMAGE.partition(":")[0])
+    build = engine.popen(*BUILD, "--update-agents", env=CLASSIC)
+    assert build.stderr
+    run_steps: dict[str, list[str]] = {}
+    for line in build.stderr:
+        if line.startswith("Step ") and " : RUN " in line:
+            run_steps[line.partition(" : RUN ")[2]] = lines = []
+        elif run_steps:
+            lines.append(line)
+        if "Running in" in line:
+            break
+    *earlier, (step, _) = run_steps.items()
+    assert "@anthropic-ai/claude-code" in step
+    assert len(earlier) >= 4 and all(any("Using cache" in line for line in lines) for _, lines in earlier)
+    build.end()  # one that is broken off leaves the image that there was
+    assert image_id(engine) == before
+
+
+def test_the_image_trusts_debians_certificate_authorities_only(session: Session) -> None:
+    pem = "cat {} | grep -v -e '^#' -e '^$' | tr -d '\\n' | sed 's/-----END CERTIFICATE-----/&\\n/g' | sort"
+    trusted = session.run("-x", pem.format("/etc/ssl/certs/ca-certificates.crt")).stdout
+    debians = session.run("-x", pem.format("$(find /usr/share/ca-certificates -name '*.crt')")).stdout
+    assert trusted == debians and trusted.count("BEGIN CERTIFICATE") > 100
+    # dpkg.cfg leaves the manuals out.
+    changed = (
+        "dpkg --verify ca-certificates | grep -v ^missing; find /usr/local/share/ca-certificates /tmp -name '*.crt'"
+    )
+    assert session.run("-x", changed).stdout == ""
+
+
+# --- Agents without a terminal ---
+
+
+def test_every_shortcut_and_role_name_starts_its_agent(session: Session) -> None:
+    versions = {}
+    for role, shortcuts in SHORTCUTS.items():
+        version = session.run("-x", role, "--version")
+        assert version.returncode == 0 and re.search(r"\d+\.\d+\.\d+", version.stdout), version.stderr
+        for shortcut in shortcuts if session.engine.id == "docker" else shortcuts[:1]:
+            assert session.run("-y", shortcut, "--", "--version").stdout == version.stdout, shortcut
+        versions[version.stdout] = role
+    assert len(versions) == len(SHORTCUTS)
+
+
+@each_agent
+def test_a_prompt_is_answered_and_its_conversation_goes_on(session: Session, agent: str) -> None:
+    prompt = f"say it's {unique_name()}"
+    first = session.run("-y", agent, "--", *ONCE[agent].split(), prompt)
+    assert first.returncode == 0 and f"pong {prompt}" in first.stdout, first.stdout + first.stderr
+    yolo = [] if agent == "c" else ["-y", agent]  # the session was created for c
+    second = session.run(*yolo, "--", *AGAIN[agent].split(), "recall")
+    assert second.returncode == 0 and f"pong {prompt}" in second.stdout, second.stdout + second.stderr
+
+
+@each_agent
+def test_a_tool_runs_unasked_and_its_files_belong_to_the_person(session: Session, agent: str) -> None:
+    made = session.project / f"made-by-{agent}"
+    prompt = f"please run: mkdir {made.name} && echo 'by the agent' > {made.name}/file && echo written"
+    answer = session.run("-y", agent, "--", *ONCE[agent].split(), prompt)
+    assert answer.returncode == 0 and "pong tool" in answer.stdout and "written" in answer.stdout, answer.stderr
+    assert (made / "file").read_text() == "by the agent\n"
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in (made, made / "file")} == owner_of(session)
+
+
+def owner_of(session: Session) -> set[tuple[int, int]]:
+    stat = session.project.stat()
+    return {(stat.st_uid, stat.st_gid)}
+
+
+def test_codex_lists_its_sessions_and_resumes_one(session: Session) -> None:
+    words = ONCE["cx"].split()
+    session.run("-y", "cx", "--", *words, "the older one")
+    session.run("-y", "cx", "--", *words, "the newer one")
+    ids = [line.split()[0] for line in session.run("-y", "cx", "--", "list").stdout.splitlines()]
+    again = session.run("-y", "cx", "--", *words, "resume", ids[1], "recall")
+    assert "pong the older one" in again.stdout, again.stderr
+
+
+# --- Agents on a terminal ---
+
+
+@each_agent
+def test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session: Session, agent: str) -> None:
+    waiting, again = SCREENS[agent]
+    with session.pty("-y", agent) as terminal:
+        terminal.expect(waiting, timeout=60)
+        settle()
+        terminal.send("hello-terminal")
+        terminal.expect("hello-terminal")
+        settle()
+        terminal.send("\r")
+        terminal.expect("pong", timeout=60)
+        terminal.expect("hello-terminal")
+        settle()
+        terminal.send("\x03")
+        if again:
+            terminal.expect(again)
+            terminal.send("\x03")
+        terminal.expect("Keep it? [y] ")
+        terminal.send("y\n")
+        assert terminal.wait() == 0
+    assert session.name in container_names(session.engine)
+
+
+def settle() -> None:
+    """Agents drop keys while they draw their first screen, and take a key that follows at once for a paste."""
+    time.sleep(1)
+
+
+# --- An ordinary user, and root's work ---
+
+
+@on_docker
+def test_an_ordinary_user_of_a_rootful_engine_is_agent_inside(engine: Engine, image: str) -> None:
+    session = new_session(engine, USER)
+    script = "id -un; id -u; sudo -n id -u; echo kept > ~/file; stat -c %U ~/file ~ ~/.claude.json"
+    answer = session.run("-x", script)
+    assert answer.stdout.split() == ["agent", str(session.project.stat().st_uid), "0", "agent", "agent", "agent"]
+    for agent in ONCE:
+        test_a_tool_runs_unasked_and_its_files_belong_to_the_person(session, agent)
+    test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session, "c")
+    test_packages_can_be_installed(session)
+
+
+CONTROL = """\
+Package: tiny
+Version: 1.0
+Architecture: all
+Maintainer: nobody <nobody@example.org>
+Description: files of several users
+"""
+POSTINST = """\
+#!/bin/sh -e
+useradd --system --no-create-home tiny
+chown tiny:games /usr/share/tiny/theirs
+chmod 4750 /usr/share/tiny/theirs
+su -s /bin/sh -c 'id -un > /tmp/tiny' tiny
+"""
+
+
+def test_packages_can_be_installed(session: Session) -> None:
+    tree = session.project / "tiny"
+    (tree / "DEBIAN").mkdir(parents=True)
+    (tree / "usr/share/tiny").mkdir(parents=True)
+    (tree / "usr/share/tiny/theirs").touch()
+    (tree / "DEBIAN/control").write_text(CONTROL)
+    (tree / "DEBIAN/postinst").write_text(POSTINST)
+    (tree / "DEBIAN/postinst").chmod(0o755)
+    built = session.run(
+        "-x", "dpkg-deb --root-owner-group -b tiny /tmp/tiny.deb && sudo apt-get install -y /tmp/tiny.deb"
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    found = session.run("-x", "stat -c '%U %G %a' /usr/share/tiny/theirs; cat /tmp/tiny; sudo apt-get purge -y tiny")
+    assert found.stdout.startswith("tiny games 4750\ntiny\n") and found.returncode == 0, found.stdout + found.stderr

@@ -1,0 +1,457 @@
+"""The web UI in a real Chromium: what a person does, sees and must never see. It complains and calls abroad nowhere."""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import DESKTOP, PHONE, Browser, Page, chromium
+from conftest import ROOT, Engine
+from service import PASSWORD, Service
+
+# The pages see the service and no engine: what differs between engines is tested at the service's API.
+pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
+
+CONTROL, SHIFT = 2, 8
+FIRST_PAGE_BYTES = 150_000
+STREAMS = ROOT / "tests" / "streams"  # what the four agents printed for "run: echo hi; ls /etc | head -3"
+BOX = ".composer textarea:not(:disabled)"
+ROWS = "[...document.querySelectorAll('.xterm-rows > div')]"
+WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE_CHUNKED_ENCODING",
+             "WebSocket connection to")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def service(engine: Engine, home: Path, project: Path) -> Iterator[Service]:
+    service = Service(engine)
+    yield service
+    service.end()
+
+
+@pytest.fixture
+def page(browser: Browser, service: Service) -> Iterator[Page]:
+    """A page that is logged in, and in the end has neither complained nor asked another host."""
+    page = browser.page()
+    page.call("Network.clearBrowserCookies")
+    log_in(page, service)
+    yield page
+    page.text()  # takes in the last events
+    page.close()
+    ours = (f"http://{service.address}/", f"ws://{service.address}/", "data:", "about:")
+    abroad = [url for url in page.requests if not url.startswith(ours)]
+    assert not abroad
+    assert not page.errors
+
+
+def log_in(page: Page, service: Service, where: str = "/auth/login") -> None:
+    page.goto(f"http://{service.address}{where}")
+    page.fill("#username", "admin")
+    page.fill("#password", PASSWORD)
+    page.press("Enter")
+    page.wait("!location.pathname.includes('login') && document.readyState === 'complete'")
+
+
+def open_screen(page: Page, service: Service, session: str, screen: str) -> None:
+    page.call("Page.navigate", url="about:blank")
+    page.goto(f"http://{service.address}/#/s/{session}/{screen}")
+    page.wait(f"document.querySelector('.screen[data-screen={screen}]')?.children.length > 1 || "
+              f"document.querySelector('.settings')")
+
+
+def open_terminal(page: Page, service: Service, session: str) -> None:
+    open_screen(page, service, session, "terminal")
+    see_in_terminal(page, "# ")  # in a rootless container too one is root
+    page.wait("document.activeElement.className === 'xterm-helper-textarea'")
+
+
+def submit(page: Page, text: str) -> None:
+    page.click(BOX)
+    page.type(text)
+    page.press("Enter")
+
+
+def screen_text(page: Page) -> str:
+    """What can be read in the terminal."""
+    return str(page.eval(f"{ROWS}.map((row) => row.textContent).join('\\n')"))
+
+
+def see_in_terminal(page: Page, text: str) -> None:
+    page.wait(f"{ROWS}.map((row) => row.textContent).join('').includes({json.dumps(text)})")
+
+
+def enter(page: Page, line: str) -> None:
+    page.type(line)
+    page.press("Enter")
+
+
+# --- Login ---
+
+
+def test_login_wrong_and_right(browser: Browser, service: Service) -> None:
+    page = browser.page()
+    page.call("Network.clearBrowserCookies")
+    page.goto(f"http://{service.address}/")
+    assert page.eval("location.pathname") == "/auth/login"
+    page.fill("#username", "admin")
+    page.fill("#password", "nonsense")
+    page.click("button")
+    page.see("Wrong user name or password", "#message")
+    assert [error for error in page.errors if "401" not in error] == []
+    page.fill("#password", PASSWORD)
+    page.click("button")
+    page.see("New session")
+    assert page.eval("location.pathname") == "/"
+    page.click(".side-foot button")
+    page.wait("location.pathname === '/auth/login' && document.readyState === 'complete'")
+    page.call("Page.navigate", url=f"http://{service.address}/preview")
+    page.wait("location.pathname === '/auth/login' && document.readyState === 'complete'")
+    page.close()
+
+
+def test_the_first_page_is_light(page: Page, service: Service) -> None:
+    page.call("Network.setCacheDisabled", cacheDisabled=True)
+    page.call("Page.navigate", url="about:blank")
+    page.requests.clear()
+    page.bytes = 0
+    page.goto(f"http://{service.address}/")
+    page.see("New session")
+    page.wait("performance.getEntriesByType('resource').every((entry) => entry.responseEnd)")
+    assert 0 < page.bytes < FIRST_PAGE_BYTES
+    assert not [url for url in page.requests if "vendor" in url or "terminal" in url]
+
+
+# --- Sessions ---
+
+
+def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, name: str) -> None:
+    page.click("a[href='#/new']")
+    page.see("Directory on the host")
+    directory = "input[placeholder='/home/me/project']"
+    page.wait(f"document.querySelector({json.dumps(directory)}).value")
+    page.fill(directory, "/no/such/directory")
+    page.click("form button[type=submit]")
+    page.see("/no/such/directory is not a directory", ".problem")
+    page.errors.clear()  # the 400 that was asked for
+    page.fill(directory, str(service.engine.project))
+    page.fill("input[placeholder^='made from']", name)
+    page.click("form button[type=submit]")
+    page.wait(f"location.hash === '#/s/{name}/agent'", 60)
+    page.see("What should Claude Code do?")
+    page.see(name, ".sessions [aria-current]")
+    page.click(".acts button[aria-label^=Stop]")
+    page.see(f"{name} is", ".callout")
+    page.click(".callout button")
+    page.wait("!document.querySelector('.callout')")
+    page.click(".acts button[aria-label^=Remove]")
+    page.see(f"Remove {name}?", "dialog")
+    page.click("dialog .danger")
+    page.wait("location.hash === '#/'", 60)
+    page.wait(f"![...document.querySelectorAll('.sessions .name')].some((e) => e.textContent === {json.dumps(name)})")
+
+
+# --- Command mode ---
+
+
+def test_command_mode(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_screen(page, service, name, "command")
+    submit(page, "echo out; echo err >&2; printf '\\033[32mgreen\\033[0m\\n'; exit 3")
+    page.see("exit 3", ".job-foot")
+    assert page.eval("document.querySelector('.output .stderr').textContent") == "err\n"
+    assert page.eval("document.querySelector('.output .fg2').textContent") == "green"
+    submit(page, "echo begun; sleep 300")
+    page.see("begun", ".job:last-child .output")
+    page.click(".job:last-child .job-foot button")
+    page.see("cancelled", ".job:last-child .chip")
+    page.click(BOX)
+    page.press("ArrowUp")
+    page.press("ArrowUp")
+    assert page.eval("document.querySelector('.composer textarea').value").startswith("echo out")
+    page.press("Enter")
+    page.see("exit 3", ".job:nth-child(3) .job-foot")
+
+
+def test_much_output_stays_light(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_screen(page, service, name, "command")
+    submit(page, "yes 'a line of some length, more or less' | head -c 30000000; echo; echo l${x}ast")
+    page.see("exit 0", ".job-foot", 60)
+    assert page.eval("document.querySelector('.output').textContent").endswith("last\n")
+    assert page.eval("document.querySelector('.output').textContent.length") < 300_000
+    page.see("The beginning is not shown", ".job")
+
+
+def test_a_command_outlives_the_server_that_started_it(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_screen(page, service, name, "command")
+    submit(page, "for i in 1 2 3 4 5 6; do echo tick $i; sleep 1; done")
+    page.see("tick 2", ".output")
+    service.process.kill()
+    service.process.wait()
+    page.see("The server does not answer", "#banner")
+    service.process.end()
+    service.start()
+    page.see("exit 0", ".job-foot")
+    assert page.eval("document.querySelector('.output').textContent") == "".join(f"tick {i}\n" for i in range(1, 7))
+    page.wait("document.querySelector('#banner').hidden")
+    page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
+
+
+# --- AGENT mode ---
+
+
+@pytest.mark.parametrize("agent", ["claude", "gemini", "codex", "opencode"])
+def test_agent_mode_shows_what_the_events_mean(page: Page, service: Service, name: str, agent: str) -> None:
+    shutil.copy(STREAMS / f"{agent}.jsonl", service.engine.project)
+    service.create(name, agent=agent, agentPromptCommand=f"cat {agent}.jsonl; : {{prompt}}")
+    open_screen(page, service, name, "agent")
+    submit(page, "run: echo hi; ls /etc | head -3")
+    page.see("done", ".job-foot")
+    assert page.eval("document.querySelector('.ask').innerText") == "run: echo hi; ls /etc | head -3"
+    page.see("pong tool", ".md")
+    assert page.eval("document.querySelectorAll('.tool').length") == 1
+    page.see("echo hi; ls /etc | head -3", ".tool-title")
+    assert page.eval("document.querySelector('.tool').dataset.status") == "ok"
+    page.click(".tool summary")
+    page.see("adduser.conf", ".tool-out pre")
+    page.see("2 tokens in, 2 out", ".facts")
+    if agent == "claude":
+        page.see("$0.00005", ".facts")
+    assert page.eval("document.querySelectorAll('.raw').length") == 0  # nothing was left unread
+    open_screen(page, service, name, "agent")
+    page.see("pong tool", ".md")  # it is there again
+
+
+def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page, service: Service, name: str) -> None:
+    def event(**data: object) -> str:
+        return json.dumps({**data, "session_id": "s"})
+
+    def delta(text: str) -> str:
+        what = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}}
+        return event(type="stream_event", event=what)
+
+    evil = ("<img src=http://192.0.2.1/x onerror=alert(1)> ![p](http://192.0.2.1/y) [bad](javascript:alert(1)) "
+            "<script>alert(1)</script>")
+    text = f"# Title\n\nSome **bold** text {evil}\n"
+    begins = event(type="stream_event", event={"type": "message_start", "message": {"id": "m"}})
+    first = [begins, delta("# Title\n\nSome **bo")]
+    second = [delta(text[len("# Title\n\nSome **bo") :]),
+              event(type="assistant", message={"id": "m", "content": [{"type": "text", "text": text}]}),
+              event(type="brand_new", some="thing"), "no JSON at all"]
+    for file, lines in (("first", first), ("second", second)):
+        (service.engine.project / file).write_text("\n".join(lines) + "\n")
+    service.create(name, agentPromptCommand="cat first; sleep 2; cat second; : {prompt}")
+    open_screen(page, service, name, "agent")
+    submit(page, "say it")
+    page.see("Title", ".md h1")
+    page.see("running", ".job-foot")  # it is shown while it comes
+    page.see("done", ".job-foot")
+    page.see("bold", ".md strong")
+    page.see("brand_new", ".raw")
+    page.see("no JSON at all", ".raw")
+    assert page.eval("document.querySelectorAll('.md img, .md script, .md a[href^=javascript]').length") == 0
+    assert page.eval("document.querySelectorAll('.md').length") == 1  # deltas and whole text are one
+
+
+def test_agent_mode_without_a_command_says_what_is_missing(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_screen(page, service, name, "agent")
+    page.see("AGENT mode needs a command", ".callout")
+    assert page.eval("document.querySelector('.composer textarea').disabled")
+    page.click(".callout a")
+    page.wait("document.querySelector('.settings')")
+
+
+# --- Terminal ---
+
+
+def test_a_terminal(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_terminal(page, service, name)
+    enter(page, "echo $((6*7)) t${x}erm")
+    see_in_terminal(page, "42 term")
+    page.resize((900, 600))
+    page.wait("document.querySelectorAll('.xterm-rows > div').length < 36")
+    rows = page.eval("document.querySelectorAll('.xterm-rows > div').length")
+    enter(page, f"until stty size | grep '^{rows} '; do sleep .1; done; echo re${{x}}sized")
+    see_in_terminal(page, "resized")
+    page.press("f", modifiers=CONTROL | SHIFT)
+    page.wait("document.activeElement.getAttribute('aria-label') === 'Find in the terminal'")
+    page.press("Escape")
+    page.press("l", modifiers=CONTROL | SHIFT)
+    page.wait("document.activeElement.role === 'tab'")  # the keyboard is not caught
+    page.click(".term-tools button")
+    page.see("Shell 2", ".term-tabs")
+    page.resize(DESKTOP)
+
+
+def test_a_terminal_is_where_it_was_after_a_reload(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_terminal(page, service, name)
+    enter(page, "mark=kept; echo o${x}nce")
+    see_in_terminal(page, "once")
+    open_terminal(page, service, name)
+    see_in_terminal(page, "once")
+    enter(page, "echo $mark.")
+    see_in_terminal(page, "kept.")
+    lines = [line for line in screen_text(page).splitlines() if line.strip() == "once"]
+    assert len(lines) == 1
+    assert page.eval("document.querySelectorAll('.term-tab').length") == 1
+
+
+def test_two_windows_and_one_keyboard(page: Page, browser: Browser, service: Service, name: str) -> None:
+    service.create(name)
+    open_terminal(page, service, name)
+    enter(page, "echo fi${x}rst")
+    see_in_terminal(page, "first")
+    other = browser.page()
+    open_terminal(other, service, name)
+    see_in_terminal(other, "first")
+    page.see("Another window types here", ".term-note")
+    enter(other, "echo sec${x}ond")
+    see_in_terminal(other, "second")
+    page.call("Page.bringToFront")
+    see_in_terminal(page, "second")
+    other.close()
+    page.click(".term-note button")
+    page.wait("document.querySelector('.term-note').hidden")
+    enter(page, "echo thi${x}rd")
+    see_in_terminal(page, "third")
+
+
+def test_a_terminal_says_that_it_ended_with_its_server(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_terminal(page, service, name)
+    enter(page, "echo be${x}gun")
+    see_in_terminal(page, "begun")
+    service.restart_after_kill()
+    page.see("This terminal has ended", ".term-note")
+    page.click(".term-note button")
+    page.wait("document.querySelector('.term-note').hidden")
+    enter(page, "echo ag${x}ain")
+    see_in_terminal(page, "again")
+    page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
+
+
+# --- Settings ---
+
+
+def test_settings_are_in_force_at_the_next_command(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_screen(page, service, name, "settings")
+    page.wait("document.querySelector('.settings')")
+    page.click(".settings fieldset .row button")
+    page.type("GREETING")
+    page.fill(".env textarea", "hello 'there'")
+    page.fill("textarea[placeholder*='{prompt}']", "echo no placeholder")
+    page.click(".settings button[type=submit]")
+    page.see("{prompt}", ".problem")
+    page.errors.clear()  # the 400 that was asked for
+    page.fill("textarea[placeholder*='{prompt}']", "echo $GREETING {prompt}")
+    page.click(".settings button[type=submit]")
+    page.see("Settings saved", "#toasts")
+    open_screen(page, service, name, "agent")
+    submit(page, "it's \"$HOME\"; `x`")
+    page.see("hello 'there' it's \"$HOME\"; `x`", ".raw")
+    open_screen(page, service, name, "settings")
+    page.click("input[value=none]")
+    page.click(".settings button[type=submit]")
+    page.see("Settings saved", "#toasts")
+
+
+# --- Mission control ---
+
+
+def test_mission_control(page: Page, service: Service, name: str) -> None:
+    template = "echo working on {prompt}; sleep ${SECONDS_TO_WORK:-0}; test {prompt} != fail"
+    service.create(name, agentPromptCommand=template)
+    page.eval("fetch('/auth/logout', { method: 'POST' }).then(() => true)")
+    log_in(page, service, "/preview/auth/login")
+    assert page.eval("location.pathname") == "/preview"
+    tile = f".tile:has([aria-label='Prompt for {name}'])"
+    page.see("Idle", tile)
+    for prompt, state in (("hello", "Waiting for you"), ("fail", "Failed")):
+        page.click(f"{tile} textarea")
+        page.type(prompt)
+        page.press("Enter")
+        page.see(f"working on {prompt}", tile)
+        page.see(state, f"{tile} .state")
+    page.click(f"{tile} button[title^=Nothing]")
+    page.see("Idle", f"{tile} .state")
+    service.post(f"/api/sessions/{name}/settings", {"env": {"SECONDS_TO_WORK": "60"}}, method="PUT")
+    page.click(f"{tile} textarea")
+    page.type("long")
+    page.press("Enter")
+    page.see("Working", f"{tile} .state")
+    page.click("#counts [data-state=working]")
+    page.see("working on long", tile)
+    page.click(f"{tile} form button:not([hidden]):not(.primary)")
+    page.wait(f"document.querySelector({json.dumps(tile)}).dataset.state === 'idle'")
+
+
+# --- Everywhere ---
+
+
+def test_a_phone(page: Page, service: Service, name: str) -> None:
+    service.create(name, agentPromptCommand="echo answer to {prompt}")
+    page.resize(PHONE)
+    for screen in ("agent", "command", "settings", "terminal"):
+        open_screen(page, service, name, screen)
+        time.sleep(0.2)
+        assert page.eval("document.documentElement.scrollWidth <= innerWidth"), screen
+    see_in_terminal(page, "# ")
+    enter(page, "clear; PS1='> '")  # so short that nothing wraps
+    enter(page, "echo sta${x}rted; sleep 100")
+    see_in_terminal(page, "started")
+    page.click("[data-key=Ctrl]")
+    page.type("c")
+    see_in_terminal(page, "^C")
+    page.type("echo up")
+    page.press("Enter")
+    see_in_terminal(page, "up")
+    page.eval("document.querySelector('.xterm-rows').dataset.before = 1")
+    page.click("[data-key=Up]")
+    page.click("[data-key='-']")
+    see_in_terminal(page, "echo up-")
+    page.click(".back")
+    page.wait("document.querySelector('#side').checkVisibility() && !document.querySelector('#main').checkVisibility()")
+    page.goto(f"http://{service.address}/preview")
+    page.see(name)
+    assert page.eval("document.documentElement.scrollWidth <= innerWidth")
+    page.resize(DESKTOP)
+
+
+@pytest.mark.parametrize("screen", ["agent", "command", "terminal", "settings", "new", "preview"])
+def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service: Service, name: str,
+                                                             screen: str) -> None:
+    service.create(name, agentPromptCommand="echo answer to {prompt}", env={"A": "1"})
+    if screen in ("new", "preview"):
+        page.goto(f"http://{service.address}{'/preview' if screen == 'preview' else '/#/new'}")
+        page.see(name)
+    else:
+        open_screen(page, service, name, screen)
+    if screen == "terminal":
+        see_in_terminal(page, "# ")  # in a rootless container too one is root
+    page.call("Accessibility.enable")
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    roles = {"button", "link", "textbox", "searchbox", "combobox", "radio", "checkbox", "tab"}
+    controls = [node for node in nodes if not node.get("ignored") and node.get("role", {}).get("value") in roles]
+    assert len(controls) > 5
+    assert [node for node in controls if not node.get("name", {}).get("value")] == []
+    page.eval("document.activeElement.blur()")
+    if screen == "terminal":
+        page.wait("document.querySelector('.xterm-helper-textarea').focus() ?? true")
+        page.press("l", modifiers=CONTROL | SHIFT)  # the way out
+    reached = set()
+    for _ in range(60):
+        page.press("Tab")
+        reached.add(page.eval("document.activeElement.ariaLabel + document.activeElement.textContent.slice(0, 20)"))
+    assert len(reached) > 4

@@ -1,0 +1,472 @@
+"""Sessions on real engines: each test runs on docker, rootful podman and rootless podman."""
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import IMAGE, Engine, write_config
+
+MARK = f"s3cret-{os.getpid()}"
+SECRET = f"{MARK}-first-line\nsecond 'line' \"quoted\" $HOME `id` \\ ünïcode\n"
+
+
+def inspect(engine: Engine, name: str) -> dict[str, object]:
+    answer = engine.run("container", "inspect", name)
+    assert answer.returncode == 0, answer.stderr
+    found: dict[str, object] = json.loads(answer.stdout)[0]
+    return found
+
+
+def container_names(engine: Engine) -> list[str]:
+    return engine.run("ps", "-a", "--format", "{{.Names}}").stdout.split()
+
+
+# --- Life of a session ---
+
+
+def test_create_reuse_restart_remove(engine: Engine, project: Path, name: str) -> None:
+    first = engine.sandbox("run", "-n", name, "-x", "sh", "-c", "pwd; echo kept > /tmp/state")
+    assert (first.returncode, first.stdout) == (0, f"{project}\n"), first.stderr
+    assert engine.sandbox("run", "-n", name, "-x", "cat", "/tmp/state").stdout == "kept\n"
+    engine.run("stop", name, timeout=30)
+    row = json.loads(engine.sandbox("ps", "--json").stdout)
+    assert [r["state"] for r in row if r["name"] == name] == ["exited"]
+    again = engine.sandbox("run", "-n", name, "-x", "cat /tmp/state; id -un")
+    assert again.returncode == 0 and again.stdout.startswith("kept\n"), again.stderr
+    removed = engine.sandbox("rm", name)
+    assert (removed.returncode, removed.stdout) == (0, f"{name}\n")
+    assert name not in container_names(engine)
+
+
+def test_two_runs_racing_for_one_name_share_one_container(engine: Engine, project: Path, name: str) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(engine.sandbox, "run", "-n", name, "-x", "hostname") for _ in range(4)]
+        results = [run.result() for run in runs]
+    assert [r.returncode for r in results] == [0] * 4, [r.stderr for r in results]
+    assert len({r.stdout for r in results}) == 1
+    assert container_names(engine).count(name) == 1
+
+
+def test_two_projects_of_one_name_never_share_a_container(engine: Engine, home: Path) -> None:
+    projects = []
+    for parent in (engine.directory(), engine.directory()):
+        (parent / "app").mkdir()
+        os.chown(parent / "app", engine.uid, engine.gid)
+        projects.append(parent / "app")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(engine.sandbox, "run", "-x", "hostname; pwd", cwd=p) for p in projects for _ in range(2)]
+        results = [run.result().stdout.split() for run in runs]
+    assert len({host for host, _ in results}) == 4
+    assert [directory for _, directory in results] == [str(p) for p in projects for _ in range(2)]
+    rows = json.loads(engine.sandbox("ps", "--json").stdout)
+    names = [row["name"] for row in rows if row["directory"] in map(str, projects)]
+    assert len(names) == 4 and all(n.startswith("app-") for n in names)
+
+
+def test_a_container_that_is_not_ours_is_never_touched(engine: Engine, project: Path, name: str) -> None:
+    engine.run("run", "-d", "--name", name, IMAGE, "sleep", "1000")
+    try:
+        before = inspect(engine, name)["State"]
+        for command in (("run", "-n", name, "-x", "true"), ("rm", name)):
+            answer = engine.sandbox(*command)
+            assert answer.returncode in (1, 125) and f"container {name} exists and is not" in answer.stderr
+        assert inspect(engine, name)["State"] == before
+        assert name not in engine.sandbox("ps", "-q").stdout.split()
+    finally:
+        engine.run("rm", "-f", name)
+
+
+def test_rm_removes_what_exists_and_names_what_does_not(engine: Engine, project: Path, name: str) -> None:
+    for suffix in ("a", "b"):
+        engine.sandbox("run", "-n", name + suffix, "-x", "true")
+    settings = engine.home / "sessions" / f"{name}a.json"
+    settings.parent.mkdir()
+    os.chown(settings.parent, engine.uid, engine.gid)
+    settings.write_text("{}")
+    answer = engine.sandbox("rm", name + "a", name + "nope", name + "b")
+    assert (answer.returncode, answer.stdout.split()) == (1, [name + "a", name + "b"])
+    assert name + "nope" in answer.stderr and not settings.exists()
+    assert not [n for n in container_names(engine) if n.startswith(name)]
+
+
+def test_ps_shows_a_table_and_names(engine: Engine, project: Path, home: Path, name: str) -> None:
+    write_config(home, runs={"work": {"yolo": "cx"}})
+    engine.sandbox("run", "-n", name, "-r", "work", "-x", "true")
+    engine.sandbox("run", "-n", name + "2", "-y", "c", "--", "--version")
+    rows = {row["name"]: row for row in json.loads(engine.sandbox("ps", "--json").stdout)}
+    row = rows[name]
+    assert (row["state"], row["profile"], row["agent"], row["image"]) == ("running", "work", "", IMAGE)
+    assert row["directory"] == str(project) and row["runtime"] == engine.runtime
+    assert rows[name + "2"]["agent"] == "claude"
+    assert name in engine.sandbox("ps", "-q").stdout.split()
+    header, *lines = engine.sandbox("ps").stdout.splitlines()
+    line = next(line for line in lines if line.startswith(name + " "))
+    assert header.index("STATE") == line.index("running") and header.index("DIRECTORY") == line.index(str(project))
+
+
+def test_rm_on_exit_leaves_nothing(engine: Engine, project: Path, name: str) -> None:
+    answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", "exit 3")
+    assert answer.returncode == 3, answer.stderr
+    assert name not in container_names(engine)
+
+
+# --- What runs inside ---
+
+
+@pytest.mark.parametrize("status", [0, 1, 3, 125, 126, 127, 255])
+def test_the_exit_status_is_passed_on(engine: Engine, project: Path, shared_session: str, status: int) -> None:
+    assert engine.sandbox("run", "-n", shared_session, "-x", f"exit {status}").returncode == status
+
+
+def test_a_missing_program_is_127_and_a_file_that_cannot_run_126(engine: Engine, shared_session: str) -> None:
+    assert engine.sandbox("run", "-n", shared_session, "-x", "no-such-program").returncode == 127
+    assert engine.sandbox("run", "-n", shared_session, "-x", "/etc/passwd").returncode == 126
+    assert engine.sandbox("run", "-n", shared_session, "-x", "kill -9 $$").returncode == 137
+
+
+def test_words_reach_the_program_as_they_are(engine: Engine, shared_session: str) -> None:
+    words = ["a b", "", "$HOME", "'", '"', "*", "--", "-x", "ü\n", "\\"]
+    answer = engine.sandbox("run", "-n", shared_session, "-x", "printf", "[%s]", *words)
+    assert answer.stdout == "".join(f"[{word}]" for word in words), answer.stderr
+
+
+def test_a_string_goes_to_a_shell_and_takes_arguments(engine: Engine, shared_session: str) -> None:
+    script = "x=1; echo $x \"$HOME\" | cat; printf '%s;'"
+    answer = engine.sandbox("run", "-n", shared_session, "-x", script, "--", "a b", "c")
+    assert answer.stdout == "1 /home/agent\na b;c;"
+
+
+def test_ten_megabytes_pass_through_unchanged(engine: Engine, shared_session: str) -> None:
+    data = os.urandom(10_000_000)
+    argv = engine.sandbox_argv("run", "-n", shared_session, "-x", "cat")
+    answer = subprocess.run(argv, input=data, capture_output=True, timeout=120, **engine.where())
+    assert answer.returncode == 0, answer.stderr
+    assert hashlib.sha256(answer.stdout).digest() == hashlib.sha256(data).digest()
+
+
+def test_stdout_and_stderr_stay_apart(engine: Engine, shared_session: str) -> None:
+    answer = engine.sandbox("run", "-n", shared_session, "-x", "echo out; echo err >&2")
+    assert (answer.stdout, answer.stderr) == ("out\n", "err\n")
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_process_inside(
+    engine: Engine, project: Path, shared_session: str, number: signal.Signals, status: int
+) -> None:
+    mark = f"9{number}{os.getpid()}"
+    run = engine.popen("run", "-n", shared_session, "-x", f"sleep {mark} | sleep {mark}")
+    wait_for(lambda: sleeping(engine, shared_session, mark) == 2)
+    os.kill(run.pid, number)
+    assert run.wait(60) == status
+    assert sleeping(engine, shared_session, mark) == 0
+
+
+def test_a_killed_program_that_ignores_the_signal_is_killed(engine: Engine, project: Path, shared_session: str) -> None:
+    mark = f"8{os.getpid()}"
+    run = engine.popen("run", "-n", shared_session, "-x", f"trap '' TERM; sleep {mark}; sleep {mark}")
+    wait_for(lambda: sleeping(engine, shared_session, mark) == 1)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait(60) == 137
+    assert sleeping(engine, shared_session, mark) == 0
+
+
+def sleeping(engine: Engine, name: str, mark: str) -> int:
+    """How many processes in the container sleep for `mark` seconds."""
+    each = "for c in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$c; echo; done 2>/dev/null"
+    return engine.run("exec", name, "sh", "-c", each).stdout.splitlines().count(f"sleep {mark} ")
+
+
+def wait_for(condition: object, seconds: float = 30) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+
+
+# --- Environment ---
+
+
+def test_the_six_steps_seen_from_inside(engine: Engine, project: Path, home: Path, name: str) -> None:
+    files = {}
+    for file, names in {"global": "ABCDEF", "profile": "BCDEF", "flag": "CDEF"}.items():
+        files[file] = home / f"{file}.env"
+        files[file].write_text("".join(f'export V_{n}="{file} file"\n' for n in names))
+        files[file].chmod(0o644)
+    write_config(
+        home,
+        envFile=[str(files["global"])],
+        env={f"V_{n}": "global env" for n in "DEF"},
+        runs={"p": {"envFile": [str(files["profile"])], "env": {f"V_{n}": "profile env" for n in "EF"}}},
+    )
+    answer = engine.sandbox("run", "-n", name, "-r", "p", "--ef", str(files["flag"]), "-e", "V_F=flag", "-x", "env")
+    seen = dict(line.split("=", 1) for line in answer.stdout.splitlines() if line.startswith("V_"))
+    steps = ["global file", "profile file", "flag file", "global env", "profile env", "flag"]
+    assert seen == dict(zip((f"V_{n}" for n in "ABCDEF"), steps, strict=True)), answer.stderr
+
+
+def test_a_multi_line_secret_arrives_whole_and_is_seen_nowhere(
+    engine: Engine, project: Path, home: Path, name: str
+) -> None:
+    write_config(home, env={"MY_TOKEN": SECRET})
+    script = "printf %s \"$MY_TOKEN\"; touch started; until [ -e seen ]; do sleep 0.1; done"
+    run = engine.popen("run", "-n", name, "-x", script)
+    commands = set()
+    while run.poll() is None and not (project / "started").exists():
+        commands |= all_commands()
+    commands |= all_commands()
+    configuration = json.dumps(inspect(engine, name))
+    (project / "seen").touch()
+    out, err = run.communicate(timeout=60)
+    assert out == SECRET, err
+    assert any(name in command for command in commands)
+    assert not [command for command in commands if MARK in command]
+    assert MARK not in configuration
+
+
+def all_commands() -> set[str]:
+    """The command line of every process of this machine."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.add(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
+def test_names_that_the_client_reads_reach_the_container_only(engine: Engine, project: Path, name: str) -> None:
+    values = {"DOCKER_HOST": "tcp://nowhere", "CONTAINER_HOST": "tcp://nowhere", "HTTPS_PROXY": "http://nowhere:1",
+              "HOME": "/tmp", "PATH": "/bin:/nowhere", "XDG_RUNTIME_DIR": "/nowhere"}  # fmt: skip
+    flags = [f"-e{n}={v}" for n, v in values.items()]
+    answer = engine.sandbox("run", "-n", name, *flags, "-x", "env")
+    seen = dict(line.split("=", 1) for line in answer.stdout.splitlines() if "=" in line)
+    assert {n: seen.get(n) for n in values} == values, answer.stderr
+
+
+def test_a_rotated_key_is_there_at_the_next_run(engine: Engine, project: Path, name: str) -> None:
+    for key in ("old", "new"):
+        env = engine.project / "keys.env"
+        env.write_text(f'export API_KEY="{key}"\n')
+        env.chmod(0o644)
+        assert engine.sandbox("run", "-n", name, "--ef", str(env), "-x", "echo $API_KEY").stdout == f"{key}\n"
+
+
+# --- Files and users ---
+
+
+def test_created_files_belong_to_the_person(engine: Engine, project: Path, name: str) -> None:
+    answer = engine.sandbox("run", "-n", name, "-x", "mkdir d; touch d/f; touch $HOME/x; id -un; whoami; echo ~")
+    assert answer.returncode == 0, answer.stderr
+    made = [(project / path).stat() for path in ("d", "d/f")]
+    assert [(status.st_uid, status.st_gid) for status in made] == [(engine.uid, engine.gid)] * 2
+    assert answer.stdout.split()[0] not in ("", "unknown")
+
+
+@pytest.mark.parametrize("engine", ["docker"], indirect=True)
+def test_created_files_belong_to_an_ordinary_user_of_a_rootful_engine(engine: Engine, name: str) -> None:
+    project, home = engine.directory("sandbox-test"), engine.directory("sandbox-test")
+    write_config(home)
+    where: dict[str, Any] = {"user": "sandbox-test", "cwd": project, "home": home}
+    answer = engine.sandbox("run", "-n", name, "-x", "touch f; touch ~/x; id -un; echo $HOME; id -u", **where)
+    assert answer.returncode == 0, answer.stderr
+    status = (project / "f").stat()
+    assert answer.stdout.split() == ["agent", "/home/agent", str(status.st_uid)]
+    assert status.st_uid != 0
+
+
+@pytest.mark.parametrize("engine", ["docker"], indirect=True)
+def test_what_is_mounted_into_the_home_stays_the_hosts(engine: Engine, name: str) -> None:
+    project, home, theirs = (engine.directory("sandbox-test") for _ in range(3))
+    write_config(home, volumes=[f"{theirs}/key:/home/agent/.agent/key:ro", f"{theirs}/dir:/home/agent/.agent/dir"])
+    (theirs / "key").write_text("key")
+    (theirs / "dir").mkdir()
+    (theirs / "dir" / "file").touch()
+    where: dict[str, Any] = {"user": "sandbox-test", "cwd": project, "home": home}
+    answer = engine.sandbox("run", "-n", name, "-x", "cat ~/.agent/key; touch ~/.agent/state", **where)
+    assert (answer.returncode, answer.stdout) == (0, "key"), answer.stderr
+    assert {p.stat().st_uid for p in (theirs / "key", theirs / "dir", theirs / "dir" / "file")} == {0}
+
+
+@pytest.mark.parametrize("folder", ["plain", "with space", "co,mma", "co:lon", 'quo"te', "ünï"])
+def test_any_directory_is_mounted_at_the_same_path(engine: Engine, project: Path, name: str, folder: str) -> None:
+    directory = project / folder
+    directory.mkdir()
+    (directory / "seen").write_text("yes")
+    os.chown(directory, engine.uid, engine.gid)
+    answer = engine.sandbox("run", "-n", name, "-x", "pwd; cat seen", cwd=directory)
+    assert answer.stdout == f"{directory}\nyes", answer.stderr
+
+
+def test_volumes_host_path_and_container_path(engine: Engine, project: Path, name: str) -> None:
+    data = engine.directory()
+    (data / "file").write_text("data")
+    (data / "file").chmod(0o644)
+    flags = ["--hp", str(project), "--cp", "/code", "-v", f"{data}:/data:ro"]
+    answer = engine.sandbox("run", "-n", name, *flags, "-x", "pwd; cat /data/file; touch /data/new", cwd="/tmp")
+    assert answer.stdout == "/code\ndata" and "Read-only" in answer.stderr
+    assert not (data / "new").exists()
+
+
+def test_containment(engine: Engine, project: Path, name: str) -> None:
+    answer = engine.sandbox("run", "-n", name, "-x", "grep CapBnd /proc/1/status; cat /proc/mounts")
+    capabilities = int(answer.stdout.split()[1], 16)
+    dangerous = {"SYS_ADMIN": 21, "SYS_PTRACE": 19, "SYS_MODULE": 16, "NET_ADMIN": 12, "NET_RAW": 13, "MKNOD": 27,
+                 "SYS_RAWIO": 17, "DAC_READ_SEARCH": 2, "SYS_CHROOT": 18}  # fmt: skip
+    assert [n for n, bit in dangerous.items() if capabilities >> bit & 1] == []
+    assert ".sock" not in answer.stdout
+    assert json.dumps(inspect(engine, name)).count("PidsLimit") == 1
+
+
+# --- Reuse ---
+
+
+def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: Path, name: str) -> None:
+    data = engine.directory()
+    engine.sandbox("run", "-n", name, "-p", "127.0.0.1:18081:80", "--memory", "512m", "-x", "true")
+    same = engine.sandbox("run", "-n", name, "-x", "true")
+    assert (same.returncode, same.stderr) == (0, "")
+    write_config(home, volumes=[f"{data}:/data"], imageVersion="2.0-common")
+    other = engine.sandbox("run", "-n", name, "--memory", "1g", "-x", "echo ran")
+    assert other.stdout == "ran\n"
+    for part in (f"volumes: it lacks {data}:/data", "asked for is localhost/sandbox-test:2.0-common",
+                 "memory: it has 512m, asked for is 1g", f"sandbox rm {name}"):  # fmt: skip
+        assert part in other.stderr
+    assert "ports" not in other.stderr
+
+
+def test_a_session_keeps_its_directory_and_profile(engine: Engine, project: Path, home: Path, name: str) -> None:
+    write_config(home, runs={"p": {"env": {"FROM_PROFILE": "yes"}}})
+    engine.sandbox("run", "-n", name, "-r", "p", "-x", "true")
+    (project / "sub").mkdir()
+    inside = engine.sandbox("run", "-n", name, "-x", "pwd; echo $FROM_PROFILE", cwd=project / "sub")
+    assert (inside.stdout, inside.stderr) == (f"{project}/sub\nyes\n", "")
+    elsewhere = engine.sandbox("run", "-n", name, "-x", "pwd", cwd="/usr")
+    assert elsewhere.stdout == f"{project}\n" and "/usr is not mounted" in elsewhere.stderr
+
+
+def test_arguments_reach_the_agent_the_container_was_created_with(
+    engine: Engine, project: Path, home: Path, name: str
+) -> None:
+    (project / "bin").mkdir()
+    program = project / "bin" / "codex"
+    program.write_text('#!/bin/sh\necho codex "$@"\n')
+    program.chmod(0o755)
+    write_config(home, env={"PATH": f"{project}/bin:/bin"}, yolo="c")
+    expected = "codex --dangerously-bypass-approvals-and-sandbox"
+    assert engine.sandbox("run", "-n", name, "-y", "cx").stdout == f"{expected}\n"
+    assert engine.sandbox("run", "-n", name, "--", "resume", "--last").stdout == f"{expected} resume --last\n"
+    assert engine.sandbox("-n", name, "-x", "echo other").stdout == "other\n"
+    assert engine.sandbox("-n", name).stdout == f"{expected}\n"
+
+
+def test_a_yolo_shortcut_of_agent_d_sets_its_permission(engine: Engine, project: Path, home: Path, name: str) -> None:
+    program = project / "opencode"
+    program.write_text('#!/bin/sh\necho "$OPENCODE_PERMISSION" "$@"\n')
+    program.chmod(0o755)
+    write_config(home, env={"PATH": f"{project}:/bin"})
+    assert engine.sandbox("run", "-n", name, "-y", "agent-d", "--", "-c").stdout == '{"*":"allow"} -c\n'
+    assert engine.sandbox("run", "-n", name).stdout == '{"*":"allow"}\n'
+
+
+def test_autostart_runs_when_the_container_starts(engine: Engine, project: Path, home: Path, name: str) -> None:
+    write_config(home, autostart="echo $GREETING >> started", env={"GREETING": "hello"})
+    engine.sandbox("run", "-n", name, "-x", "true")
+    wait_for((project / "started").exists)
+    engine.sandbox("run", "-n", name, "-x", "true")
+    engine.run("stop", name)
+    engine.sandbox("run", "-n", name, "-x", "true")
+    wait_for(lambda: (project / "started").read_text() == "hello\nhello\n")
+
+
+def test_a_command_never_runs_twice(engine: Engine, project: Path, name: str) -> None:
+    engine.sandbox("run", "-n", name, "-x", "true")
+    for status in (1, 125, 255):
+        answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", f"echo ran >>log; exit {status}")
+        assert answer.returncode == status, answer.stderr
+    assert (project / "log").read_text() == "ran\n" * 3
+
+
+def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, project: Path, name: str) -> None:
+    for folder in ("data", "victim"):
+        (project / folder).mkdir()
+        os.chown(project / folder, engine.uid, engine.gid)
+    engine.sandbox("run", "-n", name, "-v", f"{project}/data:/data", "-x", "mv data was; ln -s victim data")
+    engine.run("stop", name)
+    answer = engine.sandbox("run", "-n", name, "-x", "touch /data/reached")
+    assert answer.returncode == 125 and "leads through a link" in answer.stderr
+    assert not (project / "victim" / "reached").exists()
+
+
+def test_a_container_that_ends_at_once_says_why_and_goes(engine: Engine, project: Path, name: str) -> None:
+    (project / "file").touch()
+    answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/bin/sleep", "-x", "echo ran")
+    assert answer.returncode == 125 and "ended as soon as it was started" in answer.stderr
+    assert name not in container_names(engine)
+
+
+# --- Network and ports ---
+
+
+def test_no_network_has_only_loopback(engine: Engine, project: Path, name: str) -> None:
+    answer = engine.sandbox("run", "-n", name, "--net", "none", "-x", "ls /sys/class/net; cat /proc/net/route | wc -l")
+    assert answer.stdout.split() == ["lo", "1"], answer.stderr
+
+
+def test_the_host_network_is_the_hosts(engine: Engine, project: Path, name: str) -> None:
+    answer = engine.sandbox("run", "-n", name, "--net", "host", "-x", "readlink /proc/self/ns/net")
+    assert answer.stdout.strip() == os.readlink("/proc/self/ns/net"), answer.stderr
+
+
+def test_a_published_port_listens_on_loopback_only(engine: Engine, project: Path, name: str) -> None:
+    engine.sandbox("run", "-n", name, "-p", "18734:80", "-x", "true")
+    bindings = json.dumps(inspect(engine, name)["HostConfig"])
+    assert '"HostIp": "127.0.0.1", "HostPort": "18734"' in bindings
+    taken = engine.sandbox("run", "-n", name + "2", "-p", "18734:80", "-x", "true")
+    assert taken.returncode == 125 and "choose another host port" in taken.stderr
+    assert name + "2" not in container_names(engine)
+
+
+# --- Bad input leaves nothing ---
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["-v", "/nonexistent-dir:/x"], "/nonexistent-dir"),
+        (["--hp", "/nonexistent-dir"], "/nonexistent-dir"),
+        (["--iv", "9.9-common"], "sandbox build"),
+        (["--net", "none", "-p", "1:1"], "ports"),
+        (["-v", "/tmp:/a", "-v", "/var:/a"], "two mounts go to /a"),
+        (["--hp", "/run", "--cp", "/x"], "engine's socket"),
+        (["--cp", "/etc"], "would cover"),
+        (["-v", "/proc:/x"], "kernel"),
+    ],
+)
+def test_a_run_that_cannot_start_leaves_nothing(
+    engine: Engine, project: Path, name: str, flags: list[str], message: str
+) -> None:
+    before = engine.run("network", "ls").stdout, engine.run("volume", "ls").stdout
+    answer = engine.sandbox("run", "-n", name, *flags, "-x", "echo ran")
+    assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
+    assert message in answer.stderr
+    assert name not in container_names(engine)
+    assert (engine.run("network", "ls").stdout, engine.run("volume", "ls").stdout) == before
+
+
+@pytest.fixture(scope="module")
+def shared_session(engine: Engine) -> Iterator[str]:
+    """A running session for tests that leave nothing in it."""
+    name = f"t-shared-{os.getpid()}"
+    made = engine.sandbox("run", "-n", name, "--hp", str(engine.area), "-x", "true")
+    assert made.returncode == 0, made.stderr
+    yield name
+    engine.sandbox("rm", name)

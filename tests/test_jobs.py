@@ -1,0 +1,282 @@
+"""Jobs on real engines: nothing is lost, order is kept, cancel reaches into the container."""
+
+import concurrent.futures
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Engine, write_config
+from service import Service, wait_for
+from test_engines import sleeping
+
+docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
+
+
+@pytest.fixture
+def service(engine: Engine, project: Path, home: Path) -> Iterator[Service]:
+    service = Service(engine)
+    yield service
+    service.end()
+
+
+def text_of(service: Service, job: object, stream: str = "") -> str:
+    wanted = (stream,) if stream else ("stdout", "stderr")
+    return "".join(data for name, data, _ in service.events(job) if name in wanted)
+
+
+def test_a_command_streams_and_ends_with_its_status(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo out; sleep 0.3; echo err >&2; sleep 0.3; echo again; exit 7")
+    assert (job["state"], job["kind"], job["exit"]) == ("running", "command", None)
+    events = list(service.events(job))
+    assert [(n, d) for n, d, _ in events[1:-1]] == [("stdout", "out\n"), ("stderr", "err\n"), ("stdout", "again\n")]
+    assert events[0][0] == "job" and events[-1][0] == "end" and events[-1][1]["exit"] == 7
+    job = service.ended(job)
+    assert (job["state"], job["exit"], job["size"]) == ("ended", 7, 14)
+    assert service.get(f"/api/sessions/{name}/jobs").json == [job]
+
+
+def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
+    service.create(name)
+    path = f"/api/sessions/{name}/jobs"
+    polite = service.job(name, "trap 'echo interrupted; exit 3' INT; echo ready; while :; do sleep 0.1; done")
+    stubborn = service.job(name, "trap '' INT TERM; echo ready; sleep 98765")
+    for job in (polite, stubborn):
+        next(event for event in service.events(job) if event[1] == "ready\n")
+        assert service.request("DELETE", f"{path}/{job['id']}").status == 202
+    polite, stubborn = service.ended(polite), service.ended(stubborn)
+    assert (polite["state"], polite["exit"]) == ("cancelled", 3)
+    assert stubborn["state"] == "cancelled" and stubborn["exit"] != 0
+    assert sleeping(service.engine, name, "98765") == 0
+    assert service.request("DELETE", f"{path}/{polite['id']}").status == 409
+
+
+def test_kill_9_of_the_server_loses_nothing(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); sleep 0.01; done; exit 5")
+    seen = list(itertools.islice(service.events(job), 10))
+    service.restart_after_kill()
+    assert service.get(f"/api/sessions/{name}/jobs/{job['id']}").json["state"] == "running"
+    rest = list(service.events(job, seen[-1][2]))
+    text = "".join(data for kind, data, _ in [*seen, *rest] if kind == "stdout")
+    assert text == "".join(f"line {i}\n" for i in range(200))
+    assert service.ended(job)["exit"] == 5
+
+
+@docker_only
+def test_a_hundred_megabytes_in_bounded_memory(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "yes 0123456789abcdef | head -c 100000000")
+    before = service.resident_bytes()
+    size = 0
+    for kind, data, _ in service.events(job):
+        size += len(data) if kind == "stdout" else 0
+    assert size == 100_000_000
+    assert service.resident_bytes() - before < 8_000_000
+    folder = service.engine.home / "jobs" / name / job["id"]
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 1.01 * size
+
+
+@docker_only
+def test_bytes_are_kept_as_they_were_and_characters_are_whole(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, r"printf '\303'; sleep 0.2; printf '\244\n\377\000'; printf 'e\r\n' >&2")
+    service.ended(job)
+    assert text_of(service, job, "stdout") == "ä\n\ufffd\0"
+    path = f"/api/sessions/{name}/jobs/{job['id']}/output"
+    assert service.get(path + "?stream=stdout").body == b"\xc3\xa4\n\xff\0"
+    assert service.get(path + "?stream=stderr").body == b"e\r\n"
+    random = service.job(name, "head -c 300000 /dev/urandom | tee /tmp/random; sha256sum /tmp/random >&2")
+    service.ended(random)
+    path = f"/api/sessions/{name}/jobs/{random['id']}/output"
+    digest = hashlib.sha256(service.get(path + "?stream=stdout").body).hexdigest()
+    assert text_of(service, random, "stderr").split()[0] == digest
+
+
+@docker_only
+def test_what_alternates_costs_at_most_three_times_its_size(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "i=0; while [ $i -lt 3000 ]; do printf o; printf e >&2; i=$((i+1)); done")
+    assert service.ended(job)["size"] == 6000
+    assert text_of(service, job, "stdout") == "o" * 3000 and text_of(service, job, "stderr") == "e" * 3000
+    folder = service.engine.home / "jobs" / name / job["id"]
+    assert (folder / "output").stat().st_size + (folder / "runs").stat().st_size <= 12_000
+
+
+@docker_only
+@pytest.mark.parametrize(
+    "prompt",
+    ["plain", 'it\'s "quoted" $HOME `id` $(id) \\ ; rm -rf / & | > <', "two\nlines\n\n", "{prompt} -ünïcode 日本"],
+)
+@pytest.mark.parametrize(
+    "template", ["printf %s {prompt}", "printf '%s' \"{prompt}\"", "printf %s '{prompt}'", 'printf %s \\"{prompt}']
+)
+def test_a_prompt_is_one_word_whatever_it_holds(service: Service, name: str, template: str, prompt: str) -> None:
+    service.create(name, agentPromptCommand=template)
+    reply = service.post(f"/api/sessions/{name}/prompt", {"prompt": prompt})
+    assert reply.status == 201, reply.body
+    job = service.ended(reply.json)
+    assert job["prompt"] == prompt
+    prefix = '"' if "\\" in template else ""
+    assert text_of(service, job) == prefix + prompt
+
+
+@docker_only
+def test_agent_mode_needs_its_template(service: Service, name: str) -> None:
+    service.create(name)
+    path = f"/api/sessions/{name}"
+    reply = service.post(path + "/prompt", {"prompt": "hello"})
+    assert reply.status == 409 and "agentPromptCommand" in reply.json["error"]["message"]
+    reply = service.post(path + "/settings", {"agentPromptCommand": "echo hello"}, "PUT")
+    assert reply.status == 400 and "{prompt}" in reply.json["error"]["message"]
+    (service.engine.home / "sessions" / f"{name}.json").write_text('{"agentPromptCommand": "echo"}')
+    reply = service.post(path + "/prompt", {"prompt": "hello"})
+    assert reply.status == 409 and "{prompt}" in reply.json["error"]["message"]
+    service.post(path + "/settings", {"agentPromptCommand": None, "env": {"A": "it's new"}}, "PUT")
+    service.post(path + "/settings", {"agentPromptCommand": 'echo "$A: {prompt}"'}, "PUT")
+    job = service.post(path + "/prompt", {"prompt": "hello"}).json
+    service.ended(job)
+    assert text_of(service, job) == "it's new: hello\n"
+
+
+@docker_only
+def test_the_known_agents_have_their_template(service: Service, name: str) -> None:
+    for agent in ("claude", "gemini", "codex", "opencode"):
+        session = service.create(f"{name}-{agent}", agent=agent)
+        assert session["agent"] == agent and "{prompt}" in session["agentPromptCommand"]
+
+
+@docker_only
+def test_autostart_runs_at_every_start_and_is_a_job(service: Service, name: str) -> None:
+    service.create(name, autostart="echo started; exit 4")
+    job = service.ended(service.get(f"/api/sessions/{name}/jobs").json[0])
+    assert (job["kind"], job["exit"], text_of(service, job)) == ("autostart", 4, "started\n")
+    assert service.post(f"/api/sessions/{name}/stop").json["state"] == "exited"
+    assert service.post(f"/api/sessions/{name}/command", {"command": "true"}).status == 409
+    assert service.post(f"/api/sessions/{name}/start").json["state"] == "running"
+    assert len(service.get(f"/api/sessions/{name}/jobs").json) == 2
+
+
+@docker_only
+def test_a_session_that_goes_takes_its_jobs_and_settings(service: Service, name: str) -> None:
+    service.create(name, env={"A": "1"})
+    service.ended(service.job(name, "echo $A"))
+    assert service.request("DELETE", f"/api/sessions/{name}").status == 200
+    assert not (service.engine.home / "jobs" / name).exists()
+    assert not (service.engine.home / "sessions" / f"{name}.json").exists()
+    assert service.get(f"/api/sessions/{name}").status == 404
+    service.create(name)
+    assert service.get(f"/api/sessions/{name}/jobs").json == []
+
+
+@docker_only
+def test_a_job_of_a_session_that_is_removed_ends(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo ready; sleep 1000")
+    next(event for event in service.events(job) if event[1] == "ready\n")
+    assert service.post(f"/api/sessions/{name}/stop").status == 200
+    assert service.ended(job)["exit"] not in (0, None)
+
+
+@docker_only
+def test_a_killed_supervisor_is_said(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo ready; sleep 1000")
+    next(event for event in service.events(job) if event[1] == "ready\n")
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        if job["id"].encode() in process.read_bytes():
+            os.kill(int(process.parent.name), 9)
+    job = service.ended(job)
+    assert job["state"] == "lost" and job["error"]
+
+
+@docker_only
+def test_two_servers_see_the_same_jobs(service: Service, name: str) -> None:
+    service.create(name)
+    other = Service(service.engine)
+    job = other.job(name, "sleep 0.5; echo done")
+    assert text_of(service, job) == text_of(other, job) == "done\n"
+    other.end()
+
+
+@docker_only
+def test_settings_are_checked_and_in_force_at_the_next_command(service: Service, name: str) -> None:
+    service.create(name)
+    path = f"/api/sessions/{name}/settings"
+    cases: list[dict[str, object]] = [
+        {"env": {"1A": "x"}},
+        {"env": {"A": 1}},
+        {"env": []},
+        {"network": "closed"},
+        {"nonsense": 1},
+        {"autostart": 5},
+        {"env": {"A": "\0"}},
+        {"env": {"A": "x" * 200_000}},
+        {"network": {"allow": ["a"]}},
+    ]
+    for wrong in cases:
+        reply = service.post(path, wrong, "PUT")
+        assert reply.status == 400 and reply.json["error"]["message"], wrong
+    assert service.get(path).json["settings"]["env"] is None
+    reply = service.post(path, {"env": {"A": "two\nlines"}, "network": "none"}, "PUT").json
+    assert reply["effective"]["network"] == "none" and reply["recreate"] == ["network: it has open, asked for is none"]
+    job = service.job(name, 'echo "$A"')
+    service.ended(job)
+    assert text_of(service, job) == "two\nlines\n"
+    assert service.post(f"/api/sessions/{name}/recreate").json["recreate"] == []
+    job = service.ended(service.job(name, "ls /sys/class/net"))
+    assert text_of(service, job) == "lo\n"
+    stored = service.engine.home / "sessions" / f"{name}.json"
+    assert stored.stat().st_mode & 0o777 == 0o600 and json.loads(stored.read_text())["network"] == "none"
+
+
+@docker_only
+def test_profiles_are_listed_and_used(engine: Engine, service: Service, name: str) -> None:
+    write_config(engine.home, runs={"work": {"yolo": "cx", "env": {"A": "work"}}, "bad": {"yolo": "nope"}})
+    rows = {row["name"]: row for row in service.get("/api/profiles").json["profiles"]}
+    assert rows["work"]["agent"] == "codex" and rows["bad"]["error"]
+    assert service.create(name, profile="work")["agent"] == "codex"
+    job = service.ended(service.job(name, "echo $A"))
+    assert text_of(service, job) == "work\n"
+
+
+@docker_only
+def test_the_tail_of_a_running_job_is_in_the_list(service: Service, name: str) -> None:
+    service.create(name)
+    service.job(name, "echo one; echo two; sleep 1000")
+
+    def last() -> object:
+        row = next(row for row in service.get("/api/sessions?tail=100").json if row["name"] == name)
+        return row["jobs"] == 1 and row["last"]["tail"] == "one\ntwo\n"
+
+    wait_for(last)
+
+
+@docker_only
+def test_a_full_disk_is_said_and_the_status_is_there(service: Service, name: str) -> None:
+    service.create(name)
+    jobs = service.engine.home / "jobs"
+    jobs.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", jobs], check=True)
+    try:
+        job = service.ended(service.job(name, "head -c 3000000 /dev/zero | tr '\\0' x; exit 6"))
+        assert (job["state"], job["exit"]) == ("ended", 6) and "No space left" in job["error"]
+        assert service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body == b"x" * job["size"]
+        reply = service.post(f"/api/sessions/{name}/command", {"command": "true"})
+        assert reply.status == 507 and reply.json["error"]["hint"]
+        assert service.get(f"/api/sessions/{name}/jobs").json[-1] == job
+    finally:
+        subprocess.run(["umount", jobs], check=True)
+
+
+@docker_only
+def test_of_two_that_create_one_name_the_second_is_told(service: Service, name: str) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        body = {"name": name, "directory": str(service.engine.project)}
+        replies = list(pool.map(lambda _: service.post("/api/sessions", body).status, range(4)))
+    assert sorted(replies) == [201, 409, 409, 409]

@@ -1,0 +1,790 @@
+"""The gateway by raw sockets, the limits, service control, and what the README says about the API."""
+
+import base64
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Engine, write_config
+from service import PASSWORD, Service, free_port, wait_for
+
+pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
+
+
+@pytest.fixture(scope="module")
+def service(engine: Engine) -> Iterator[Service]:
+    service = Service(engine, kept=True)
+    yield service
+    service.end()
+
+
+def head(service: Service, target: str, method: str = "GET", *headers: str, version: str = "HTTP/1.1") -> bytes:
+    lines = [f"{method} {target} {version}", f"Host: {service.address}", *headers, "Connection: close", "", ""]
+    return "\r\n".join(lines).encode("latin-1")
+
+
+ANONYMOUS = {
+    ("GET", "/auth/login"): 200,
+    ("HEAD", "/auth/login"): 200,
+    ("GET", "/auth/frontend/login.css"): 200,
+    ("GET", "/auth/frontend/login.js"): 200,
+    ("GET", "/preview/auth/login"): 200,
+    ("POST", "/auth/logout"): 200,
+    ("POST", "/auth/login"): 415,
+    ("GET", "/auth/logout"): 405,
+    ("POST", "/auth/frontend/login.css"): 405,
+    ("DELETE", "/auth/login"): 405,
+    ("PUT", "/preview/auth/login"): 405,
+}
+PAGES = [
+    "/",
+    "/preview",
+    "/preview/",
+    "/index.html",
+    "/favicon.ico",
+    "/ui/x/main.js",
+    "/preview/x/main.js",
+    "/apix",
+    "/API/sessions",
+    "/Api/",
+    "/AUTH/login",
+    "/Auth/Login",
+    "/auth%20",
+    "/authx/login",
+    "/login",
+    "/static/ui",
+    "/preview/auth",
+    "/preview/auth/login/",
+    "/preview/auth/login.css",
+    "/preview/auth/x",
+    "/robots.txt",
+    "/.git/config",
+    "/sandbox.json",
+    "/?next=/auth/login",
+    "/x;/auth/login",
+]
+REFUSED = [
+    "/api",
+    "/api/",
+    "/api/sessions",
+    "/api/sessions/x",
+    "/api/sessions/x/terminal",
+    "/api/sessions/x/jobs/1/events",
+    "/api/profiles",
+    "/api/nothing",
+    "/api/auth/login",
+    "/%61pi/sessions",
+    "/auth",
+    "/auth/",
+    "/auth/x",
+    "/auth/login/",
+    "/auth/login.js",
+    "/auth/frontend",
+    "/auth/frontend/",
+    "/auth/frontend/login.html",
+    "/auth/frontend/x.css",
+    "/auth/Login",
+    "/auth/LOGIN",
+    "/auth/login;x",
+    "/auth/login;",
+    "/auth/login%20",
+    "/auth/logout/x",
+    "/auth/preview/auth/login",
+    "/auth/login=",
+    "/auth/login&x",
+]
+TRICKS = [
+    "//",
+    "//auth/login",
+    "/auth//login",
+    "/./auth/login",
+    "/auth/./login",
+    "/auth/../api/sessions",
+    "/auth/login/..",
+    "/auth/login/../../api/sessions",
+    "/auth/%2e%2e/api/sessions",
+    "/auth/%2e/login",
+    "/auth%2flogin",
+    "/auth%2Flogin",
+    "/auth/login%2f..%2f..%2fapi",
+    "/auth/login%00",
+    "/auth/login%0d%0a",
+    "/auth/%252e%252e/api",
+    "/auth\\login",
+    "/auth/login%5c..",
+    "/%",
+    "/%zz",
+    "/%ff",
+    "/%c0%ae",
+    "http://h/auth/login",
+    "*",
+    "auth/login",
+    "",
+    "/auth/login#x",
+    "/auth/login\t",
+    "/auth/login\x80",
+    "?",
+    "/auth/login?x=%ff&y=1&x=2",
+]
+
+
+@pytest.mark.parametrize("method, path", ANONYMOUS, ids=lambda value: value)
+def test_the_allowlist(service: Service, method: str, path: str) -> None:
+    assert service.status(head(service, path, method)) == ANONYMOUS[method, path]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_leads_an_anonymous_to_the_login(service: Service, path: str) -> None:
+    for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "get", "X"):
+        answer = service.raw(head(service, path, method))
+        assert answer.startswith(b"HTTP/1.1 302 ") and b"\r\nLocation: /auth/login\r\n" in answer, method
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_api_and_auth_are_a_plain_401_for_an_anonymous(service: Service, path: str) -> None:
+    for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "get", "X"):
+        answer = service.raw(head(service, path, method))
+        assert answer.startswith(b"HTTP/1.1 401 ") and b"Location" not in answer, method
+        assert answer.endswith(b"\r\n\r\n" if method == "HEAD" else b"\r\n\r\nUnauthorized\n")
+
+
+@pytest.mark.parametrize("target", TRICKS)
+def test_a_path_with_a_trick_is_refused(service: Service, target: str) -> None:
+    for cookie in ([], [f"Cookie: {service.cookie}"]):
+        assert service.status(head(service, target, "GET", *cookie)) == 400
+
+
+@pytest.mark.parametrize(
+    "cookie",
+    [
+        "",
+        "x",
+        "{name}=",
+        "{name}=x.y.z",
+        "{name}=a.99999999999.{signature}",
+        "{text}.{signature}x",
+        "{name}=\x80",
+        "{name}={id}.99999999999.{signature}",
+        "other={value}",
+        "{name}={id}.nan.{signature}",
+        "{name}={id}.{expiry}.",
+        "{name}={id}.{expiry}",
+        "{NAME}={value}",
+    ],
+)
+def test_a_cookie_that_is_not_ours_proves_nothing(service: Service, cookie: str) -> None:
+    name, _, value = service.cookie.partition("=")
+    id, expiry, signature = value.split(".")
+    forged = cookie.format(
+        name=name,
+        NAME=name.upper(),
+        value=value,
+        id=id,
+        expiry=expiry,
+        signature=signature,
+        text=f"{name}={id}.{expiry}",
+    )
+    assert service.status(head(service, "/api/profiles", "GET", f"Cookie: {forged}")) == 401
+    assert service.status(head(service, "/api/profiles", "GET", f"Cookie: {forged}; {service.cookie}")) == 200
+
+
+def test_logout_ends_the_login_for_good(service: Service) -> None:
+    mine = service.cookie
+    other = service.log_in()
+    attributes = other.headers["Set-Cookie"]
+    assert all(part in attributes for part in ("; Path=/", "; HttpOnly", "; SameSite=Strict", "; Max-Age="))
+    assert service.get("/api/profiles").status == 200
+    assert service.post("/auth/logout").status == 200
+    assert service.get("/api/profiles").status == 401
+    ended, service.cookie = service.cookie, mine
+    service.restart_after_kill()
+    assert service.get("/api/profiles").status == 200  # this one outlives a restart
+    assert service.get("/api/profiles", cookie=ended).status == 401  # and that one stays ended
+
+
+def test_a_changed_password_ends_all_logins(engine: Engine) -> None:
+    service = Service(engine)
+    old = service.cookie
+    service.end()
+    write_config(engine.home, serverPass="ignored: the command line counts")
+    with engine.popen("serve", service.address, "-P", "another") as process:
+        assert process.stdout and process.stdout.readline()
+        assert service.get("/api/profiles", cookie=old).status == 401
+    write_config(engine.home)
+
+
+def test_an_expired_cookie_proves_nothing(engine: Engine, service: Service) -> None:
+    """Signed by the server's own key, and over."""
+    import hashlib
+    import hmac
+
+    data = json.loads((engine.home / "web" / f"127.0.0.1_{service.port}.json").read_text())
+    account = b"".join(hashlib.sha256(text.encode()).digest() for text in ("admin", PASSWORD))
+    key = hmac.digest(bytes.fromhex(data["secret"]), account, "sha256")
+    for seconds, status in ((60, 200), (-60, 401)):
+        text = f"{'0' * 32}.{int(time.time()) + seconds}"
+        cookie = f"sandbox_{service.port}={text}.{hmac.digest(key, text.encode(), 'sha256').hex()}"
+        assert service.get("/api/profiles", cookie=cookie).status == status
+
+
+@pytest.mark.parametrize(
+    "host, status",
+    [
+        ("evil.example", 421),
+        ("evil.example:{port}", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("10.0.0.1:{port}", 421),
+        ("localhost", 200),
+        ("LOCALHOST:{port}", 200),
+        ("localhost.", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:{port}", 200),
+        ("localhost@evil.example", 421),
+        ("", 400),
+        ("local host", 421),
+        ("evil.example, localhost", 421),
+        ("0.0.0.0", 421),
+    ],
+)
+def test_a_foreign_host_is_refused(service: Service, host: str, status: int) -> None:
+    data = f"GET /auth/login HTTP/1.1\r\nHost: {host.format(port=service.port)}\r\nConnection: close\r\n\r\n"
+    assert service.status(data.encode()) == status
+
+
+def test_no_host_and_two_hosts(service: Service) -> None:
+    assert service.status(b"GET /auth/login HTTP/1.1\r\n\r\n") == 400
+    assert service.status(b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n") == 400
+
+
+def test_a_name_that_was_allowed(engine: Engine) -> None:
+    write_config(engine.home, allowedHosts=["box.example"])
+    service = Service(engine, "--allow-host", "Other.example")
+    for host, status in (("box.example", 200), ("BOX.example:99", 200), ("other.example", 200), ("third.example", 421)):
+        assert service.get("/auth/login", headers={"Host": host}).status == status
+    service.end()
+    write_config(engine.home)
+
+
+@pytest.mark.parametrize(
+    "headers, allowed",
+    [
+        ({}, True),
+        ({"Origin": "http://{address}"}, True),
+        ({"Origin": "https://{address}"}, True),
+        ({"Origin": "null"}, False),
+        ({"Origin": "http://evil.example"}, False),
+        ({"Origin": "http://127.0.0.1"}, False),
+        ({"Origin": "http://{address}.evil.example"}, False),
+        ({"Sec-Fetch-Site": "cross-site"}, False),
+        ({"Sec-Fetch-Site": "same-site"}, False),
+        ({"Sec-Fetch-Site": "same-origin"}, True),
+    ],
+)
+def test_a_foreign_origin_changes_nothing(service: Service, headers: dict[str, str], allowed: bool) -> None:
+    sent = {name: value.format(address=service.address) for name, value in headers.items()}
+    login = service.post("/auth/login", {"username": "admin", "password": PASSWORD}, headers=sent)
+    assert login.status == (200 if allowed else 403)
+    assert service.post("/api/sessions", {"nonsense": 1}, headers=sent).status == (400 if allowed else 403)
+    assert service.request("GET", "/api/profiles", headers=sent).status == 200
+    upgrade = {
+        "Upgrade": "websocket",
+        "Connection": "Upgrade",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": base64.b64encode(bytes(16)).decode(),
+        **sent,
+    }
+    reply = service.request("GET", "/api/sessions/nothing-here/terminal", headers=upgrade)
+    assert reply.status == (404 if allowed else 403)
+
+
+def test_logins_are_throttled(engine: Engine) -> None:
+    service = Service(engine)
+    statuses = [service.log_in("wrong").status for _ in range(8)]
+    assert statuses[:5] == [401] * 5 and 429 in statuses[5:]
+    reply = wait_for(lambda: (reply := service.log_in("wrong")).status == 429 and reply)
+    assert int(reply.headers["Retry-After"]) >= 1
+    assert service.log_in().status == 429  # the right one has to wait, too
+    assert service.get("/api/profiles").status == 200  # who is in stays in
+    wait_for(lambda: service.log_in().status == 200)
+    service.end()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b'{"username": "admin"}',
+        b'{"username": 1, "password": 2}',
+        b'{"username": "admin", "password": "x", "more": 1}',
+        b'{"a": NaN}',
+        b"[" * 8000,
+        b"\xff",
+        b'{"username": "\\ud800", "password": "x"}',
+    ],
+)
+def test_a_malformed_login_is_told_so(service: Service, body: bytes) -> None:
+    reply = service.request("POST", "/auth/login", body, {"Content-Type": "application/json"}, cookie="")
+    assert reply.status == 400 and reply.json["error"]["message"], reply.body
+
+
+MALFORMED = {
+    "no version": (b"GET /auth/login\r\nHost: localhost\r\n\r\n", 400),
+    "http/0.9": (b"GET /auth/login HTTP/0.9\r\nHost: localhost\r\n\r\n", 505),
+    "http/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    "four words": (b"GET /auth/login HTTP/1.1 x\r\nHost: localhost\r\n\r\n", 400),
+    "two spaces": (b"GET  /auth/login HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+    "folded": (b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nA: b\r\n c\r\n\r\n", 400),
+    "space before colon": (b"GET /auth/login HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
+    "no colon": (b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nnonsense\r\n\r\n", 400),
+    "bare lf": (b"GET /auth/login HTTP/1.1\nHost: localhost\n\n\r\n\r\n", 400),
+    "bare cr": (b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nA: b\rX: y\r\n\r\n", 400),
+    "nul": (b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nA: \0\r\n\r\n", 400),
+    "chunked": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
+    "both lengths": (
+        b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        501,
+    ),
+    "two lengths": (
+        b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\n",
+        400,
+    ),
+    "equal lengths": (
+        b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n",
+        400,
+    ),
+    "list of lengths": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4, 4\r\n\r\n", 400),
+    "signed length": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: +4\r\n\r\n", 400),
+    "negative length": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),
+    "huge length": (
+        b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        400,
+    ),
+    "long body": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n" + b"x" * 9000, 413),
+    "long target": (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
+    "long head": (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+    "many headers": (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100 + b"\r\n", 431),
+    "expect": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nExpect: magic\r\nContent-Length: 1\r\n\r\nx", 417),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50) + b"\r\n\r\n", 400),
+    "binary": (bytes(range(256)) + b"\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("shape", MALFORMED)
+def test_a_malformed_request_is_refused_and_the_connection_closed(service: Service, shape: str) -> None:
+    data, status = MALFORMED[shape]
+    follower = b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    answer = service.raw(data + follower)
+    assert re.match(rb"HTTP/1.1 (\d+)", answer)[1] == str(status).encode(), answer[:200]  # type: ignore[index]
+    assert len(re.findall(rb"HTTP/1.1 \d", answer)) == 1 and b"\r\nConnection: close\r\n" in answer
+    assert b"Traceback" not in answer and b"sandbox_web" not in answer and b"Python" not in answer
+
+
+def test_an_anonymous_body_is_not_read_as_a_request(service: Service) -> None:
+    inner = b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    data = b"POST /api/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(inner)
+    assert service.raw(data + inner).count(b"HTTP/1.1 ") == 1
+
+
+def test_requests_on_one_connection(service: Service) -> None:
+    one = b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    assert service.raw(one * 3 + b"\r\n" + last).count(b"HTTP/1.1 200 ") == 4
+    assert service.raw(b"GET /auth/login HTTP/1.0\r\nHost: localhost\r\n\r\n").count(b"HTTP/1.1 200 ") == 1
+
+
+def test_expect_100_continue(service: Service) -> None:
+    body = json.dumps({"username": "admin", "password": PASSWORD}).encode()
+    with socket.create_connection(("127.0.0.1", service.port), timeout=20) as sock:
+        sock.sendall(
+            b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        assert sock.recv(100).startswith(b"HTTP/1.1 100 ")
+        sock.sendall(body)
+        assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_pages_have_no_inline_script_and_are_not_cached_and_assets_are(service: Service) -> None:
+    for path in ("/", "/preview", "/auth/login", "/preview/auth/login"):
+        reply = service.get(path)
+        page = reply.body.decode()
+        assert reply.status == 200 and reply.headers["Cache-Control"] == "no-store"
+        assert "script-src 'self';" in reply.headers["Content-Security-Policy"]
+        assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|javascript:", page)
+        for link in re.findall(r'<(?:script|link)[^>]*(?:src|href)="(/[^"]+)"', page):
+            asset = service.get(link)
+            assert asset.status == 200, link
+            assert link.startswith("/auth/") or "immutable" in asset.headers["Cache-Control"]
+    assert service.get("/ui/0/main.js").headers["Cache-Control"] == "no-store"
+    assert service.get("/ui/0/nothing.js").status == service.get("/ui/0/main.py").status == 404
+
+
+def test_answers_are_compressed_for_who_can_read_it(service: Service) -> None:
+    import gzip
+
+    plain = service.get("/auth/login")
+    packed = service.get("/auth/login", headers={"Accept-Encoding": "gzip, br"})
+    assert plain.headers["Content-Encoding"] is None and packed.headers["Content-Encoding"] == "gzip"
+    assert gzip.decompress(packed.body) == plain.body and len(packed.body) < len(plain.body)
+
+
+WRONG_BODIES: list[tuple[str, str, Any]] = [
+    ("POST", "/api/sessions", {}),
+    ("POST", "/api/sessions", {"name": "-x", "directory": "/tmp"}),
+    ("POST", "/api/sessions", {"name": "a b", "directory": "/tmp"}),
+    ("POST", "/api/sessions", {"directory": "relative"}),
+    ("POST", "/api/sessions", {"directory": "/nonexistent"}),
+    ("POST", "/api/sessions", {"directory": 5}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "agent": "clod"}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "x": 1}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "agent": "c", "command": "sh"}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "network": ["x"]}),
+    ("POST", "/api/sessions", {"directory": "/tmp\0"}),
+    ("POST", "/api/sessions", {"directory": "/var/run"}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "env": {"A-B": "c"}}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "agentPromptCommand": "no placeholder"}),
+    ("POST", "/api/sessions/{name}/command", {}),
+    ("POST", "/api/sessions/{name}/command", {"command": ""}),
+    ("POST", "/api/sessions/{name}/command", {"command": "a\0b"}),
+    ("POST", "/api/sessions/{name}/command", {"command": ["ls"]}),
+    ("POST", "/api/sessions/{name}/command", {"command": "ls", "cwd": "/"}),
+    ("POST", "/api/sessions/{name}/prompt", {"prompt": ""}),
+    ("PUT", "/api/sessions/{name}/settings", []),
+    ("PUT", "/api/sessions/{name}/settings", {"env": {"": "x"}}),
+    ("PUT", "/api/sessions/{name}/settings", "text"),
+    ("PUT", "/api/sessions/{name}/settings", {"autostart": ["x"]}),
+]
+
+
+def test_wrong_bodies_and_paths_are_4xx_with_a_message(service: Service, engine: Engine) -> None:
+    name = f"{engine.area.name[-9:]}-wrong"
+    service.create(name)
+    for method, path, body in WRONG_BODIES:
+        reply = service.post(path.format(name=name), body, method)
+        assert reply.status == 400 and reply.json["error"]["message"], (path, body, reply.body)
+    for path in ("jobs?limit=0", "jobs?limit=x", "jobs?limit=5&limit=6", "terminal"):
+        assert service.get(f"/api/sessions/{name}/{path}").status == 400, path
+    for path in ("jobs/nope", "jobs/nope/events", "jobs/x.y", "nothing", "jobs/nope/output", "terminals/nope/x"):
+        assert service.get(f"/api/sessions/{name}/{path}").status == 404, path
+    assert service.post("/api/sessions", {"name": name, "directory": "/tmp"}).status == 409
+    assert service.get("/api/sessions/no-such-session").status == 404
+    assert service.get("/api/sessions/x").status == 404  # too short for a name
+    reply = service.request("PATCH", f"/api/sessions/{name}")
+    assert reply.status == 405 and reply.headers["Allow"] == "DELETE, GET, HEAD"
+    assert service.request("DELETE", f"/api/sessions/{name}").status == 200
+
+
+def test_a_broken_configuration_is_reported_and_the_rest_untouched(service: Service, engine: Engine) -> None:
+    (engine.home / "sandbox.json").write_text('{"memory": }')
+    reply = service.get("/api/sessions/whatever-it-is")
+    assert reply.status == 500 and "sandbox.json:1:" in reply.json["error"]["message"]
+    write_config(engine.home)
+    assert service.get("/api/sessions").status == 200
+
+
+def test_half_sent_requests_and_idle_connections_are_bounded_and_others_served(engine: Engine) -> None:
+    service = Service(engine)
+    before = service.resources()
+    held = []
+    for number in range(700):
+        sock = socket.create_connection(("127.0.0.1", service.port))
+        if number % 2:
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        held.append(sock)
+    assert all(service.get("/auth/login").status == 200 for _ in range(20))
+    assert service.resources()[0] < 700
+    for sock in held:
+        sock.close()
+    wait_for(lambda: service.resources() <= before)
+    service.end()
+
+
+def test_a_slow_head_is_cut_off_by_a_total_deadline(service: Service) -> None:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as sock:
+        answer = b""
+        for _ in range(300):
+            try:
+                sock.sendall(b"GET / HTTP/1.1\r\n"[:1])
+                sock.settimeout(0.1)
+                answer = sock.recv(100)
+            except TimeoutError:
+                continue
+            except OSError:
+                pass
+            break
+        assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def frame(opcode: int, data: bytes, mask: bool = True, fin: bool = True) -> bytes:
+    length = bytes([len(data) | (128 if mask else 0)])
+    return bytes([opcode | (128 if fin else 0)]) + length + (bytes(4) if mask else b"") + data
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        frame(1, b"x", mask=False),
+        frame(3, b"x"),
+        frame(15, b"x"),
+        b"\xf1\x81" + bytes(4) + b"x",
+        frame(0, b"x"),
+        frame(9, b"x", fin=False),
+        b"\x82\xff" + b"\xff" * 8 + bytes(4),
+        frame(1, b"\xff\xfe"),
+        frame(8, b"\x00"),
+        frame(8, b"\x03\xe8\xff"),
+        frame(1, b"a", fin=False) + frame(1, b"b"),
+        os.urandom(2000),
+    ],
+)
+def test_broken_frames_end_the_connection_only(service: Service, engine: Engine, name: str, broken: bytes) -> None:
+    service.create(name)
+    key = base64.b64encode(bytes(16)).decode()
+    request = head(
+        service,
+        f"/api/sessions/{name}/terminal",
+        "GET",
+        f"Cookie: {service.cookie}",
+        "Upgrade: websocket",
+        f"Sec-WebSocket-Key: {key}",
+        "Sec-WebSocket-Version: 13",
+    ).replace(b"Connection: close", b"Connection: Upgrade")
+    answer = service.raw(request + broken)
+    assert answer.startswith(b"HTTP/1.1 101 ") and answer.count(b"HTTP/1.1") == 1
+    assert len(service.get(f"/api/sessions/{name}/terminals").json) == 1
+    assert service.request("DELETE", f"/api/sessions/{name}").status == 200
+
+
+def test_after_all_that_threads_and_descriptors_are_back(service: Service) -> None:
+    wait_for(lambda: service.resources()[0] <= 3, 70)
+    assert service.get("/auth/login").status == 200
+    assert service.resources()[1] < 20
+
+
+# --- Service control ---
+
+
+def test_the_background_server(engine: Engine, home: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    started = engine.sandbox("serve", address, "-d")
+    assert started.returncode == 0, started.stderr
+    password = re.findall(r"password: (\S+)", started.stdout)[0]
+    log = Path(re.findall(r"log: (\S+)", started.stdout)[0])
+    reply = subprocess.run(
+        [
+            "curl",
+            "-s",
+            f"http://{address}/auth/login",
+            "-H",
+            "Content-Type: application/json",
+            "-d",
+            json.dumps({"username": "admin", "password": password}),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        reply.stdout == '{"ok":true}\n'
+        and "POST /auth/login 200" in log.read_text()
+        and password not in log.read_text()
+    )
+    again = engine.sandbox("serve", address, "-d")
+    assert again.returncode == 1 and "already" in again.stderr and "--restart" in again.stderr
+    restarted = engine.sandbox("serve", address, "--restart")
+    assert restarted.returncode == 0 and password not in restarted.stdout
+    assert engine.sandbox("serve", address, "--stop").returncode == 0
+    stopped = engine.sandbox("serve", address, "--stop")
+    assert stopped.returncode == 1 and "there is no server" in stopped.stderr
+
+
+def test_a_stale_or_reused_pid_is_never_signalled(engine: Engine, home: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    assert engine.sandbox("serve", address, "-d").returncode == 0
+    lock = home / "web" / f"{address.replace(':', '_')}.lock"
+    os.kill(json.loads(lock.read_text())["pid"], signal.SIGKILL)
+    with subprocess.Popen(["sleep", "1000"]) as innocent:
+        lock.write_text(json.dumps({"pid": innocent.pid, "background": True}))
+        wait_for(lambda: "there is no server" in engine.sandbox("serve", address, "--stop").stderr)
+        assert innocent.poll() is None
+        innocent.kill()
+    assert engine.sandbox("serve", address, "-d").returncode == 0
+    assert engine.sandbox("serve", address, "--stop").returncode == 0
+
+
+def test_an_address_in_use_and_a_foreground_server(engine: Engine, home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        for options in ([], ["-d"]):
+            answer = engine.sandbox("serve", address, *options)
+            assert answer.returncode == 1 and "Address already in use" in answer.stderr
+    service = Service(engine)
+    answer = engine.sandbox("serve", service.address, "--stop")
+    assert answer.returncode == 1 and "foreground" in answer.stderr
+    assert service.get("/auth/login").status == 200
+    service.process.send_signal(signal.SIGINT)
+    assert service.process.wait(20) == 130
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "3000",
+        "localhost:3000",
+        ":3000",
+        "127.0.0.1",
+        "127.0.0.1:0",
+        "127.0.0.1:65536",
+        "::1:3000",
+        "127.0.0.1:x",
+        "[127.0.0.1]:3000",
+        "http://127.0.0.1:3000",
+        "127.1:3000",
+        "127.0.0.1:3000/",
+    ],
+)
+def test_only_ip_and_port_is_an_address(engine: Engine, address: str) -> None:
+    answer = engine.sandbox("serve", address)
+    assert answer.returncode == 2 and "<ip:port>" in answer.stderr
+
+
+def test_where_the_credentials_come_from(engine: Engine, home: Path) -> None:
+    write_config(
+        home, serverUser="global", serverPass="global", runs={"work": {"serverUser": "work", "serverPass": "work"}}
+    )
+    variables = {"SANDBOX_SERVER_USER": "variable", "SANDBOX_SERVER_PASS": "variable"}
+    cases: list[tuple[list[str], str]] = [
+        (["-U", "flag", "-P", "flag", "-r", "work"], "flag"),
+        (["-r", "work"], "work"),
+        ([], "global"),
+    ]
+    for options, expected in cases:
+        check_account(engine, options, variables, expected)
+    write_config(home)
+    check_account(engine, [], variables, "variable")
+
+
+def check_account(engine: Engine, options: list[str], env: dict[str, str], expected: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with engine.popen("serve", address, *options, env=env) as process:
+        assert process.stdout and [process.stdout.readline() for _ in range(3)][1] == f"user: {expected}\n"
+        body = json.dumps({"username": expected, "password": expected})
+        reply = subprocess.run(
+            ["curl", "-s", f"http://{address}/auth/login", "-H", "Content-Type: application/json", "-d", body],
+            capture_output=True,
+            text=True,
+        )
+        assert reply.stdout == '{"ok":true}\n'
+
+
+def test_tls_and_a_warning_without_it(engine: Engine, home: Path) -> None:
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-keyout",
+            home / "key.pem",
+            "-out",
+            home / "cert.pem",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True,
+        capture_output=True,
+    )
+    address = f"127.0.0.1:{free_port()}"
+    with engine.popen(
+        "serve", address, "-P", "pw", "--cert", str(home / "cert.pem"), "--key", str(home / "key.pem")
+    ) as process:
+        assert process.stdout and "https://" in process.stdout.readline()
+        reply = subprocess.run(
+            [
+                "curl",
+                "-si",
+                "--cacert",
+                home / "cert.pem",
+                f"https://{address}/auth/login",
+                "-H",
+                "Content-Type: application/json",
+                "-d",
+                '{"username":"admin","password":"pw"}',
+            ],
+            capture_output=True,
+            text=True,
+        )
+        assert '{"ok":true}' in reply.stdout and "; Secure" in reply.stdout
+        context = ssl.create_default_context(cafile=str(home / "cert.pem"))
+        with (
+            socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as sock,
+            context.wrap_socket(sock, server_hostname="127.0.0.1") as wrapped,
+        ):
+            wrapped.sendall(b"GET /api/sessions HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert wrapped.recv(20).startswith(b"HTTP/1.1 401")
+    answer = engine.sandbox("serve", address, "--cert", str(home / "cert.pem"))
+    assert answer.returncode == 2 and "--key" in answer.stderr
+    with engine.popen("serve", f"0.0.0.0:{free_port()}") as process:
+        assert process.stderr and "without TLS" in process.stderr.readline()
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is needed")
+def test_the_examples_of_the_readme(engine: Engine, project: Path, home: Path, name: str) -> None:
+    section = (ROOT / "README.md").read_text().split("### Web service API")[1].split("\n## ")[0]
+    script = "\n".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL))
+    service = Service(engine)
+    script = (
+        script.replace("127.0.0.1:3000", service.address).replace("/home/ann/shop", str(project)).replace("shop", name)
+    )
+    answer = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", script],
+        env={"PATH": os.environ["PATH"], "PASSWORD": PASSWORD},
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert f"hello from {name}" in answer.stdout and "unauthorized" not in answer.stdout.lower()
+    service.end()
+
+
+def test_the_list_of_sessions_makes_one_engine_call_however_many_ask(engine: Engine, project: Path, home: Path) -> None:
+    """The engine's client is a script that notes when it begins and ends."""
+    folder = engine.directory()
+    notes = folder / "notes"
+    client = folder / engine.runtime
+    client.write_text(
+        f'#!/bin/sh\necho begin >>{notes}\nsleep 0.1\n{shutil.which(engine.runtime)} "$@"\n'
+        f"status=$?\necho end >>{notes}\nexit $status\n"
+    )
+    client.chmod(0o755)
+    service = Service(engine, env={"PATH": f"{folder}:{engine.environ()['PATH']}"})
+    notes.write_text("")
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        replies = list(pool.map(lambda _: service.get("/api/sessions").status, range(40)))
+    assert replies == [200] * 40
+    lines = notes.read_text().split()
+    assert lines == ["begin", "end"] * (len(lines) // 2) and 2 <= len(lines) <= 6
+    service.end()

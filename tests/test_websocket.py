@@ -1,0 +1,288 @@
+"""Terminals over WebSockets on real engines: every byte both ways, resume, sharing, and nothing left inside."""
+
+import hashlib
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Engine
+from service import Screen, Service, wait_for
+from test_engines import sleeping
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
+
+
+@pytest.fixture
+def service(engine: Engine, project: Path, home: Path) -> Iterator[Service]:
+    service = Service(engine)
+    yield service
+    service.end()
+
+
+def run(screen: Screen, line: str) -> None:
+    screen.type(line + "\n")
+
+
+def test_a_shell_with_size_and_resize(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name, "rows=41&cols=133") as screen:
+        run(screen, "stty size; echo $TERM $COLORTERM; pwd")
+        screen.expect("41 133")
+        screen.expect("xterm-256color truecolor")
+        screen.expect(str(service.engine.project))
+        run(screen, """sh -c 'trap "stty size" WINCH; echo rea""dy; while :; do sleep 0.1; done'""")
+        screen.expect("ready")
+        screen.send(type="resize", rows=30, cols=101)
+        screen.expect("30 101")
+        assert screen.message("size") == {"type": "size", "rows": 30, "cols": 101}
+
+
+def test_closing_leaves_no_process_inside(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "nohup sleep 87654 & sleep 87655 & sleep 87656")
+        wait_for(lambda: sleeping(service.engine, name, "87656") == 1)
+        id = screen.hello["id"]
+    rows = service.get(f"/api/sessions/{name}/terminals").json
+    assert [(row["id"], row["ended"]) for row in rows] == [(id, False)]  # it outlives its viewer
+    assert service.request("DELETE", f"/api/sessions/{name}/terminals/{id}").status == 200
+    for mark in ("87654", "87655", "87656"):
+        assert sleeping(service.engine, name, mark) == 0
+    wait_for(lambda: service.get(f"/api/sessions/{name}/terminals").json == [])
+
+
+def test_ten_megabytes_of_random_bytes_come_back_as_they_went(service: Service, name: str) -> None:
+    """In pieces that a PTY holds: podman gets stuck when both directions are flooded."""
+    service.create(name)
+    data = random.Random(1).randbytes(10_000_000)
+    received, at = hashlib.sha256(), 0
+    with service.terminal(name) as screen:
+        run(screen, "stty raw -echo; echo rea''dy; exec cat")
+        screen.expect("ready")
+        screen.expect("\n")
+        while at < len(data):
+            # docker keeps the first of its detach keys back until it sees what follows
+            piece = data[at : at + 2048].rstrip(b"\x1c")
+            screen.output, at = bytearray(), at + len(piece)
+            screen.type(piece)
+            while len(screen.output) < len(piece):
+                screen.receive()
+            received.update(screen.output)
+    assert received.digest() == hashlib.sha256(data).digest()
+
+
+@docker_only
+def test_a_flood_both_ways_neither_sticks_nor_loses_anything(service: Service, name: str) -> None:
+    service.create(name)
+    data = random.Random(2).randbytes(3_000_000) + b"."
+    with service.terminal(name) as screen:
+        run(screen, "stty raw -echo; echo rea''dy; exec cat")
+        screen.expect("ready")
+        screen.expect("\n")
+        screen.output, screen.at = bytearray(), 0
+
+        def send() -> None:
+            for at in range(0, len(data), 50_000):
+                screen.type(data[at : at + 50_000])
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        while len(screen.output) < len(data):
+            screen.receive()
+        sender.join()
+        assert screen.output == data
+
+
+@docker_only
+def test_the_last_line_always_arrives(service: Service, name: str) -> None:
+    service.create(name)
+    for number in range(20):
+        with service.terminal(name) as screen:
+            run(screen, f"exec sh -c 'seq 1 2000; echo la''st-{number}; exit {number}'")
+            screen.expect(f"last-{number}")
+            assert screen.message("exit")["status"] == number
+            with pytest.raises(ConnectionClosed):
+                screen.receive()
+
+
+@docker_only
+def test_resume_has_nothing_missing_and_nothing_twice(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "stty -echo; i=0; while [ $i -lt 3000 ]; do echo line-$i; i=$((i+1)); done; echo al''l")
+        screen.expect("line-100\r\n")
+        id, seq, first = screen.hello["id"], screen.seq, screen.output
+    with service.terminal(name, f"id={id}&from={seq}") as screen:
+        assert screen.hello["resumed"] and screen.hello["seq"] == seq
+        screen.expect("all")
+        whole = first + screen.output
+    lines = whole.decode().split("line-0\r\n", 1)[1].split()
+    assert lines[: 2999 + 1] == [f"line-{i}" for i in range(1, 3000)] + ["all"]
+
+
+@docker_only
+def test_a_position_that_is_gone_is_said(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        id = screen.hello["id"]
+        run(screen, "seq 1 400000; echo do''ne")
+        screen.expect("done")
+    with service.terminal(name, f"id={id}&from=5") as screen:
+        assert not screen.hello["resumed"] and screen.hello["seq"] == screen.hello["start"] > 5
+        screen.expect("done")
+    with service.terminal(name, f"id={id}&from=999999999") as screen:
+        assert not screen.hello["resumed"]
+
+
+@docker_only
+def test_one_writer_many_viewers(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as first:
+        assert first.message("role")["writer"]
+        with service.terminal(name, f"id={first.hello['id']}&view=1") as second:
+            role = second.message("role")
+            assert not role["writer"] and role["viewers"] == 2
+            second.type("echo never\n")
+            run(first, "echo bo''th")
+            first.expect("both")
+            second.expect("both")
+            second.send(type="take")
+            assert second.message("role")["writer"]
+            run(second, "echo se''cond")
+            first.expect("second")
+            assert b"never" not in first.output
+        with service.terminal(name, f"id={first.hello['id']}") as third:
+            assert third.message("role")["writer"]
+
+
+@docker_only
+def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as slow, service.terminal(name) as other:
+        before = service.resident_bytes()
+        run(slow, "yes 0123456789")
+        slow.expect("0123456789")
+        for number in range(50):
+            run(other, f"echo num''ber-{number}")
+            other.expect(f"number-{number}")
+        assert service.resident_bytes() - before < 4_000_000
+        slow.type("\x03")
+        run(slow, "echo al''ive")
+        slow.expect("alive")
+
+
+@docker_only
+def test_a_viewer_that_never_acknowledges_is_resynchronised(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as writer, service.terminal(name, f"id={writer.hello['id']}&view=1") as mute:
+        run(writer, "seq 1 1000000; echo do''ne")
+        mute.acked = 1 << 60  # so that it sends none
+        writer.expect("done")
+        mute.acked = 0
+        mute.send(type="ack", seq=mute.hello["seq"])
+        while not any(message["type"] == "reset" for message in mute.messages):
+            mute.receive()
+        mute.seq = mute.message("reset")["seq"]
+        mute.at = len(mute.output)
+        mute.expect("done")
+
+
+@docker_only
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "not json",
+        "[]",
+        '{"type":"dance"}',
+        '{"type":"resize","rows":0,"cols":1}',
+        '{"type":"resize","rows":true,"cols":1}',
+        '{"type":"ack","seq":99999999999}',
+        '{"type":"ack"}',
+        "[" * 100_000,
+    ],
+)
+def test_a_wrong_control_message_ends_the_connection_and_not_the_terminal(
+    service: Service, name: str, frame: str
+) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        screen.socket.send(frame)
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                screen.receive()
+        assert closed.value.rcvd and closed.value.rcvd.code == 1008
+    with service.terminal(name, f"id={screen.hello['id']}") as screen:
+        run(screen, "echo al''ive")
+        screen.expect("alive")
+
+
+@docker_only
+def test_a_terminal_of_a_killed_server_is_cleaned_up_by_the_next(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "sleep 76543")
+        wait_for(lambda: sleeping(service.engine, name, "76543") == 1)
+        service.restart_after_kill()
+    wait_for(lambda: sleeping(service.engine, name, "76543") == 0)
+
+
+@docker_only
+def test_an_orderly_end_of_the_server_leaves_nothing(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "sleep 65432")
+        wait_for(lambda: sleeping(service.engine, name, "65432") == 1)
+        service.process.terminate()
+        assert service.process.wait(30) == 0
+    assert sleeping(service.engine, name, "65432") == 0
+
+
+@docker_only
+def test_handshakes_that_are_refused(service: Service, name: str) -> None:
+    service.create(name)
+    for query, status in (
+        ("rows=0", 400),
+        ("cols=x", 400),
+        ("id=nope", 404),
+        ("run=nonsense", 400),
+        ("run=agent", 409),
+    ):
+        with pytest.raises(InvalidStatus) as refused, service.terminal(name, query):
+            pass
+        assert refused.value.response.status_code == status, query
+    with pytest.raises(InvalidStatus) as refused, service.terminal(name + "x"):
+        pass
+    assert refused.value.response.status_code == 404
+    assert service.get(f"/api/sessions/{name}/terminal").status == 400
+    service.cookie, cookie = "", service.cookie
+    with pytest.raises(InvalidStatus) as refused, service.terminal(name):
+        pass
+    service.cookie = cookie
+    assert refused.value.response.status_code == 401
+
+
+@docker_only
+def test_many_terminals_come_and_go_without_a_trace(service: Service, name: str) -> None:
+    service.create(name)
+    for turn in range(3):
+        screens = []
+        contexts = [service.terminal(name) for _ in range(10)]
+        for context in contexts:
+            screens.append(context.__enter__())
+        for number, screen in enumerate(screens):
+            run(screen, f"echo num''ber-{number}")
+            screen.expect(f"number-{number}")
+            screen.send(type="close")
+        for screen, context in zip(screens, contexts, strict=True):
+            screen.message("exit")
+            context.__exit__(None, None, None)
+        wait_for(lambda: service.get(f"/api/sessions/{name}/terminals").json == [])
+        counts = wait_for(service.resources)
+        if turn == 0:
+            first = counts
+    wait_for(lambda: service.resources() <= first)
+    children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text()
+    assert children == ""
