@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from service import Service, wait_for
 from test_engines import sleeping
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
-
-
-@pytest.fixture
-def service(engine: Engine, project: Path, home: Path) -> Iterator[Service]:
-    service = Service(engine)
-    yield service
-    service.end()
 
 
 def text_of(service: Service, job: object, stream: str = "") -> str:
