@@ -75,6 +75,7 @@ TERMINALS = 100
 STOP_SECONDS = 15
 
 Params = Mapping[str, str]
+Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 
 # How each agent is prompted without a terminal: JSON events, and the conversation goes on where there is one.
 PROMPT_COMMANDS = {
@@ -1222,6 +1223,7 @@ class Follower:
     def __init__(self, folder: str, offset: int) -> None:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
+        self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))  # the last runs before it, by stream
         self.output = os.open(f"{folder}/output", os.O_RDONLY)
         self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
         self.unparsed = b""
@@ -1230,22 +1232,31 @@ class Follower:
         os.close(self.output)
         os.close(self.runs)
 
-    def next(self, over: bool) -> tuple[int, bytes] | None:
-        """The next piece as (stream, bytes), whole characters; None when there is nothing (more, if it is over)."""
+    def next(self) -> tuple[int, bytes] | None:
+        """The next piece as (stream, bytes); None when there is nothing (more, if the job is over)."""
         size = os.fstat(self.output).st_size  # before the runs: what is below this size has its runs written
-        while self.position < size:
-            length = self.run_length()
-            end = size if length is None else min(self.start + length, size)
-            if length is not None and self.position >= self.start + length:
-                self.start, self.stream = self.start + length, 1 - self.stream
-                self.unparsed = self.unparsed[varint(self.unparsed)[1] :]
-                continue
-            data = os.pread(self.output, min(CHUNK_BYTES, end - self.position), self.position)
-            last = self.position + len(data) == end and (length is not None or over)
-            data = data if last else whole_characters(data)
-            self.position += len(data)
-            return (self.stream, data) if data else None
-        return None
+        if self.position >= size:
+            return None
+        self.to_run()
+        length = self.run_length()
+        end = size if length is None else min(self.start + length, size)
+        data = os.pread(self.output, min(CHUNK_BYTES, end - self.position), self.position)
+        self.position += len(data)
+        return self.stream, data
+
+    def to_run(self) -> None:
+        """Go to the run that the position lies in."""
+        while (length := self.run_length()) is not None and self.position >= self.start + length:
+            self.passed[self.stream].append((self.start, self.start + length))
+            self.start, self.stream = self.start + length, 1 - self.stream
+            self.unparsed = self.unparsed[varint(self.unparsed)[1] :]
+
+    def before(self, stream: int) -> bytes:
+        """The last bytes of a stream before the position: those that a character may have begun with."""
+        self.to_run()
+        here = [(self.start, self.position)] if stream == self.stream else []
+        spans = [(max(start, end - 3), end) for start, end in [*self.passed[stream], *here]]
+        return b"".join(os.pread(self.output, end - start, start) for start, end in spans)[-3:]
 
     def run_length(self) -> int | None:
         """The length of the run at hand; None while it still grows."""
@@ -1265,18 +1276,6 @@ def varint(data: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def whole_characters(data: bytes) -> bytes:
-    """The data without the beginning of a UTF-8 character at its end."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return data[:-back] if needed > back else data
-        if byte < 0x80:
-            break
-    return data
-
-
 def output_tail(session: str, id: str, size: int) -> str:
     """The end of a job's output, both streams together."""
     with suppress(OSError), open(f"{job_folder(session, id)}/output", "rb") as file:
@@ -1293,8 +1292,10 @@ def event_bytes(name: str, data: object, id: int | None = None) -> bytes:
 def follow_job(sock: socket.socket, session: str, id: str, offset: int, stopping: Callable[[], bool]) -> None:
     """Send a job's output from an offset on as server-sent events, until the job has ended or the client has gone."""
     follower = Follower(job_folder(session, id), offset)
-    # One per stream: the other stream's output may come between the bytes of a character.
+    # One per stream: the other stream's output may come between the bytes of a character, and an offset, too.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
+    for stream, decoder in enumerate(decoders):
+        decoder.decode(follower.before(stream))
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     try:
@@ -1303,10 +1304,10 @@ def follow_job(sock: socket.socket, session: str, id: str, offset: int, stopping
         while not stopping():
             job = read_job(session, id)  # before the output: what an ended job has written is all there
             events, size = [], 0
-            while size < CHUNK_BYTES and (piece := follower.next(job["state"] != "running")):
-                name = ("stdout", "stderr")[piece[0]]
-                events.append(event_bytes(name, decoders[piece[0]].decode(piece[1]), follower.position))
+            while size < CHUNK_BYTES and (piece := follower.next()):
                 size += len(piece[1])
+                if text := decoders[piece[0]].decode(piece[1]):
+                    events.append(event_bytes(("stdout", "stderr")[piece[0]], text, follower.position))
             if not events and job["state"] != "running":
                 for name, decoder in zip(("stdout", "stderr"), decoders, strict=True):
                     if rest := decoder.decode(b"", True):
@@ -1400,7 +1401,7 @@ def get_output(_app: App, request: Request, params: Params) -> Stream:
     def send(sock: socket.socket) -> None:
         follower = Follower(job_folder(job["session"], job["id"]), 0)
         try:
-            while piece := follower.next(True):
+            while piece := follower.next():
                 if wanted in ("", ("stdout", "stderr")[piece[0]]):
                     sock.sendall(piece[1])
         finally:

@@ -91,6 +91,20 @@ def test_bytes_are_kept_as_they_were_and_characters_are_whole(service: Service, 
 
 
 @docker_only
+def test_a_stream_is_taken_up_inside_a_character(service: Service, name: str) -> None:
+    """Both streams write characters of four bytes, byte by byte in turn."""
+    service.create(name)
+    smile = [f"\\{byte:03o}" for byte in "😀".encode()] * 2
+    job = service.job(name, " sleep 0.05; ".join(f"printf '{b}'; sleep 0.05; printf '{b}' >&2;" for b in smile))
+    assert service.ended(job)["size"] == 16
+    whole = list(service.events(job))
+    assert [data for kind, data, _ in whole if kind == "stdout"] == ["😀", "😀"]
+    for offset in range(17):
+        rest = [(kind, data) for kind, data, _ in service.events(job, offset)][1:-1]
+        assert rest == [(kind, data) for kind, data, id in whole[1:-1] if id > offset], offset
+
+
+@docker_only
 def test_what_alternates_costs_at_most_three_times_its_size(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "i=0; while [ $i -lt 3000 ]; do printf o; printf e >&2; i=$((i+1)); done")
