@@ -510,9 +510,9 @@ def environ_layer(names: Mapping[str, str]) -> Layer:
     return Layer(found, {key: f"${name}" for key, name in names.items()})
 
 
-def load_config(flags: Layer, profile: str | None = None, created: Layer | None = None,
+def load_config(flags: Layer, profile: str | None = None, session: Sequence[Layer] = (),
                 data: Mapping[str, Any] | None = None) -> Config:
-    """Resolve all layers; `created` is what flags of an existing container's creation said."""
+    """Resolve all layers; `session` is what session_layers() says of an existing one."""
     data = read_config() if data is None else data
     defaults: dict[str, Any] = {"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, "pidsLimit": PIDS_LIMIT,
                                 "network": "open", "serverUser": "admin"}
@@ -524,7 +524,7 @@ def load_config(flags: Layer, profile: str | None = None, created: Layer | None 
         Layer({k: v for k, v in data.items() if k != "runs"}, f"{config_path()}: "),
         *([] if profile is None else [profile_layer(data, profile)]),
         environ_layer({"runtime": "SANDBOX_RUNTIME"}),
-        *([created] if created else []),
+        *session,
         flags,
     ]
     return Config(layers, profile or "")
@@ -1219,14 +1219,13 @@ class Request:
 
     def adopt(self, session: Session, data: Mapping[str, Any]) -> None:
         """Take profile, flags and directory from an existing session, and say in what it differs."""
-        have, kept = session.created()
+        have, _ = session.created()
         if session.user.split(":")[0] not in ("0", str(os.getuid())):
             raise SandboxError(f"the session {session.name} is another user's", "choose another name with -n", 125)
         profile = self.args.profile
         if profile is None and session.profile in data.get("runs", {}):
             profile = session.profile
-        created = Layer(kept, dict.fromkeys(kept, f"container {session.name}"))
-        self.config = load_config(self.flags, profile, created, data)
+        self.config = load_config(self.flags, profile, session_layers(session, read_settings(session.name)), data)
         self.spec = spec_of(self.config)
         if self.config.source("hostPath") == "default":
             if within(self.spec["directory"], have["directory"]) is None:
@@ -1763,6 +1762,31 @@ def remove_container(engine: Engine, session: Session) -> None:
 
 def settings_path(name: str) -> str:
     return os.path.join(sandbox_home(), "sessions", f"{name}.json")
+
+
+def read_settings(name: str) -> dict[str, Any]:
+    """The settings made for a session in the web UI. Raises SandboxError for a file that is not what we wrote."""
+    path = settings_path(name)
+    try:
+        with open(path, encoding="utf-8") as file:
+            import json
+
+            data = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
+    if not isinstance(data, dict):
+        raise SandboxError(f"{path}: the file is not a JSON object", "correct the file or remove it")
+    return data
+
+
+def session_layers(session: Session, settings: Mapping[str, Any]) -> list[Layer]:
+    """What an existing session says of itself: the flags of its creation, then its settings."""
+    _, kept = session.created()
+    later = {key: value for key, value in settings.items() if key != "agentPromptCommand"}  # '' is the web's own
+    return [Layer(kept, dict.fromkeys(kept, f"container {session.name}")),
+            Layer(later, f"{settings_path(session.name)}: ")]
 
 
 def jobs_path(name: str) -> str:

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import sandbox
-from sandbox import Config, Engine, EngineProblem, Layer, SandboxError, Session
+from sandbox import Config, Engine, EngineProblem, Layer, SandboxError, Session, read_settings
 
 if TYPE_CHECKING:
     import argparse
@@ -856,39 +856,33 @@ def find_running(name: str) -> tuple[Engine, Session]:
 SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
 
 
-def read_settings(name: str) -> dict[str, Any]:
-    """The settings made for a session. Raises SandboxError for a file that is not what we wrote."""
-    path = sandbox.settings_path(name)
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
-    if not isinstance(data, dict):
-        raise SandboxError(f"{path}: the file is not a JSON object", "correct the file or remove it")
-    return data
+def write_settings(name: str, settings: Mapping[str, Any]) -> None:
+    sandbox.write_private(sandbox.settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def session_config(session: Session, settings: Mapping[str, Any] | None = None) -> Config:
+def session_config(session: Session, settings: Mapping[str, Any] | None = None,
+                   place: Mapping[str, Any] | None = None) -> Config:
     """What is in force for a session now: the configuration, what its creation said, and its settings."""
-    settings = read_settings(session.name) if settings is None else settings
     data = sandbox.read_config()
-    _, kept = session.created()
-    path = sandbox.settings_path(session.name)
-    flags = {key: value for key, value in settings.items() if key != "agentPromptCommand"}
-    return sandbox.load_config(
-        Layer(flags, f"{path}: "), session.profile if session.profile in data.get("runs", {}) else None,
-        Layer(kept, dict.fromkeys(kept, f"container {session.name}")), data)
+    settings = read_settings(session.name) if settings is None else settings
+    profile = session.profile if session.profile in data.get("runs", {}) else None
+    return sandbox.load_config(Layer(place or {}, ""), profile, sandbox.session_layers(session, settings), data)
 
 
-def prompt_template(session: Session, config: Config, settings: Mapping[str, Any]) -> str:
-    """The session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
+def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
+    """A session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
-    if own is not None:
-        return str(own)
-    return str(config.get("agentPromptCommand") or PROMPT_COMMANDS.get(session.agent, ""))
+    return str(own if own is not None else configured or PROMPT_COMMANDS.get(agent, ""))
+
+
+def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
+    """Whether a session of the list can be prompted: its template has the placeholder."""
+    settings: Mapping[str, Any] = {}
+    with suppress(SandboxError):  # which its own page shows
+        settings = read_settings(row["name"])
+    profile = data.get("runs", {}).get(row["profile"])
+    configured = {**data, **(profile if isinstance(profile, dict) else {})}.get("agentPromptCommand")
+    return "{prompt}" in prompt_template(row["agent"], configured, settings)
 
 
 def recreate_lines(session: Session, config: Config) -> list[str]:
@@ -904,13 +898,14 @@ def workdir(session: Session) -> str:
 
 def session_data(session: Session, engine: Engine) -> dict[str, Any]:
     have, _ = session.created()
-    config = session_config(session)
+    settings = read_settings(session.name)
+    config = session_config(session, settings)
     return {
         "name": session.name, "state": session.state, "agent": session.agent, "profile": session.profile,
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
         "image": have.get("image", ""), "network": have.get("network", ""), "ports": have.get("ports", []),
         "runtime": engine.name, "recreate": recreate_lines(session, config),
-        "agentPromptCommand": prompt_template(session, config, read_settings(session.name)),
+        "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"), settings),
     }
 
 
@@ -918,14 +913,15 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
     """All sessions; ?tail=<bytes> adds the end of the last job's output."""
     tail = request.number("tail", 0, 0, TAIL_BYTES)
     terminals = [terminal.session.name for terminal in app.terminals.all() if not terminal.ended]
-    rows = []
+    rows, data = [], sandbox.read_config()
     for row in app.sessions.list():
         jobs = list_jobs(row["name"], 20)
         running = sum(job["state"] == "running" for job in jobs)
         last = dict(jobs[0]) if jobs else None
         if last and tail:
             last["tail"] = output_tail(row["name"], last["id"], tail)
-        rows.append({**row, "jobs": running, "terminals": terminals.count(row["name"]), "last": last})
+        rows.append({**row, "agentMode": has_agent_mode(row, data), "jobs": running,
+                     "terminals": terminals.count(row["name"]), "last": last})
     return json_answer(rows)
 
 
@@ -968,12 +964,14 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
-    engine, session = sandbox.create_session(engines, name, config, flags)
+    sandbox.forget_files(name)  # of one that was removed by other hands
+    write_settings(name, settings)
+    try:
+        engine, session = sandbox.create_session(engines, name, config, flags)
+    except BaseException:
+        sandbox.forget_files(name)
+        raise
     app.sessions.changed()
-    if not settings.get("agentPromptCommand") and not config.get("agentPromptCommand"):
-        settings |= {"agentPromptCommand": PROMPT_COMMANDS[session.agent]} if session.agent else {}
-    sandbox.forget_files(name)
-    sandbox.write_private(sandbox.settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     autostart(engine, session)
     return json_answer(session_data(session, engine), 201)
 
@@ -981,20 +979,16 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     """Remove the container and create it again from what is configured now; settings and jobs stay."""
     engine, session = find(params["session"])
-    settings = read_settings(session.name)
-    config = session_config(session, settings)
     have, kept = session.created()
-    kept = {**kept, "hostPath": have["directory"], "containerPath": have["workdir"]}
-    flags = Layer({k: v for k, v in kept.items() if k not in settings}
-                  | ({"network": settings["network"]} if "network" in settings else {}), "")
-    config = sandbox.load_config(flags, config.profile or None)
+    place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
+    config = session_config(session, place=place)
     with as_request_error():
         sandbox.check_spec(sandbox.spec_of(config))
     if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     sandbox.remove_container(engine, session)
-    engine, session = sandbox.create_session([engine], session.name, config, flags)
+    engine, session = sandbox.create_session([engine], session.name, config, Layer({**kept, **place}, ""))
     app.sessions.changed()
     autostart(engine, session)
     return json_answer(session_data(session, engine))
@@ -1037,7 +1031,7 @@ def settings_answer(session: Session) -> Answer:
     settings = read_settings(session.name)
     config = session_config(session, settings)
     effective = {key: config.get(key) for key in ("network", "autostart")}
-    effective["agentPromptCommand"] = prompt_template(session, config, settings)
+    effective["agentPromptCommand"] = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS}, "effective": effective,
                         "recreate": recreate_lines(session, config)})
 
@@ -1056,8 +1050,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
             sandbox.env_script(sandbox.exec_env(config))
-        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-        sandbox.write_private(sandbox.settings_path(session.name), text)
+        write_settings(session.name, settings)
     return settings_answer(session)
 
 
@@ -1343,14 +1336,12 @@ def post_prompt(app: App, request: Request, params: Params) -> Answer:
     prompt = only_text(request, "prompt", "what the agent is asked")
     engine, session = find_running(params["session"])
     settings = read_settings(session.name)
-    # A template that another hand has broken must end here, not in the check of the whole configuration.
-    template = settings.get("agentPromptCommand")
-    if template is None:
-        template = prompt_template(session, session_config(session, settings), settings)
-    if "{prompt}" not in str(template):
+    config = session_config(session, settings)
+    template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
+    if "{prompt}" not in template:
         reason = "lacks the placeholder {prompt}" if template else "has no agentPromptCommand"
         raise WebError("conflict", f"the session {session.name} {reason}", "set agentPromptCommand in its settings")
-    command = insert_prompt(str(template))
+    command = insert_prompt(template)
     shown = {"prompt": prompt, "agent": session.agent if template == PROMPT_COMMANDS.get(session.agent) else ""}
     return json_answer(start_job(engine, session, "prompt", command, shown, {"SANDBOX_PROMPT": prompt}), 201)
 

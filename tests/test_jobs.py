@@ -242,6 +242,45 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
 
 
 @docker_only
+def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Service, name: str) -> None:
+    write_config(engine.home, env={"A": "configured", "B": "configured", "C": "configured"})
+    service.create(name)
+    settings = {"env": {"A": "two\nlines", "B": "web"}, "autostart": 'echo "$B" >/tmp/started'}
+    assert service.post(f"/api/sessions/{name}/settings", settings, "PUT").status == 200
+    show = ("-x", 'echo "$A $B $C"')
+    for options, expected in (((), "two\nlines web configured\n"), (("-e", "B=flag"), "two\nlines flag configured\n")):
+        answer = engine.sandbox("run", "-n", name, *options, *show)
+        assert (answer.returncode, answer.stdout) == (0, expected), answer.stderr
+    assert service.post(f"/api/sessions/{name}/stop").status == 200
+    assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0  # starts it, and so the script
+    wait_for(lambda: engine.sandbox("run", "-n", name, "-x", "cat /tmp/started").stdout == "web\n")
+    stored = engine.home / "sessions" / f"{name}.json"
+    stored.write_text("[]")
+    answer = engine.sandbox("run", "-n", name, *show)
+    assert answer.returncode == 1 and str(stored) in answer.stderr and answer.stdout == ""
+
+
+@docker_only
+def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: Service, name: str) -> None:
+    write_config(engine.home, runs={"own": {"agentPromptCommand": "ask {prompt}"}})
+    fields: dict[str, dict[str, str]] = {"agent": {"agent": "codex"}, "own": {"profile": "own"}, "set": {}, "bare": {}}
+    for end, more in fields.items():
+        service.create(f"{name}-{end}", **more)
+    service.post(f"/api/sessions/{name}-set/settings", {"agentPromptCommand": "ask {prompt}"}, "PUT")
+
+    def modes() -> dict[str, bool]:
+        rows = service.get("/api/sessions").json
+        return {row["name"].removeprefix(f"{name}-"): row["agentMode"] for row in rows if row["name"].startswith(name)}
+
+    assert modes() == {"agent": True, "own": True, "set": True, "bare": False}
+    service.post(f"/api/sessions/{name}-agent/settings", {"agentPromptCommand": ""}, "PUT")
+    assert not modes()["agent"]
+    for end in modes():  # what the list says is what a prompt meets
+        reply = service.post(f"/api/sessions/{name}-{end}/prompt", {"prompt": "x"})
+        assert reply.status == (201 if modes()[end] else 409)
+
+
+@docker_only
 def test_profiles_are_listed_and_used(engine: Engine, service: Service, name: str) -> None:
     write_config(engine.home, runs={"work": {"yolo": "cx", "env": {"A": "work"}}, "bad": {"yolo": "nope"}})
     rows = {row["name"]: row for row in service.get("/api/profiles").json["profiles"]}
