@@ -77,15 +77,15 @@ STOP_SECONDS = 15
 Params = Mapping[str, str]
 Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 
-# How each agent is prompted without a terminal: JSON events, and the conversation goes on where there is one.
+# How each agent is prompted without a terminal: JSON events as they come, and a conversation that goes on (all four
+# begin one where there is none). A prompt that begins with a dash is no option.
 PROMPT_COMMANDS = {
-    "claude": "claude -p {prompt} $(ls ~/.claude/projects/*/*.jsonl >/dev/null 2>&1 && echo --continue)"
-              " --output-format stream-json --verbose --dangerously-skip-permissions",
-    "gemini": "gemini -p {prompt} $(ls ~/.gemini/tmp/*/chats/*.json* >/dev/null 2>&1 && echo -r latest)"
-              " -o stream-json --yolo",
-    "codex": "codex exec $(ls ~/.codex/sessions/*/*/*/*.jsonl >/dev/null 2>&1 && echo resume --last)"
-             " --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox {prompt}",
-    "opencode": "opencode run $(opencode session list 2>/dev/null | grep -q ses_ && echo -c) --format json {prompt}",
+    "claude": "claude -p --continue --output-format stream-json --verbose --include-partial-messages"
+              " --dangerously-skip-permissions -- {prompt}",
+    "gemini": "gemini --prompt={prompt} --resume latest --output-format stream-json --yolo",
+    "codex": "codex exec resume --last --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
+             " -- {prompt}",
+    "opencode": "opencode run --continue --format json -- {prompt}",
 }
 
 # --- Errors ---

@@ -226,15 +226,18 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
     def event(**data: object) -> str:
         return json.dumps({**data, "session_id": "s"})
 
+    def partial(**what: object) -> str:
+        return event(type="stream_event", event=what, parent_tool_use_id=None)
+
     def delta(text: str) -> str:
-        what = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}}
-        return event(type="stream_event", event=what)
+        return partial(type="content_block_delta", delta={"type": "text_delta", "text": text})
 
     evil = ("<img src=http://192.0.2.1/x onerror=alert(1)> ![p](http://192.0.2.1/y) [bad](javascript:alert(1)) "
             "<script>alert(1)</script>")
     text = f"# Title\n\nSome **bold** text {evil}\n"
-    begins = event(type="stream_event", event={"type": "message_start", "message": {"id": "m"}})
-    first = [begins, delta("# Title\n\nSome **bo")]
+    begins = partial(type="message_start", message={"id": "m"})
+    helper = {"id": "h", "content": [{"type": "text", "text": "A helper's report."}]}  # comes between the parts
+    first = [begins, delta("# Title\n\nSome **bo"), event(type="assistant", message=helper, parent_tool_use_id="t")]
     second = [delta(text[len("# Title\n\nSome **bo") :]),
               event(type="assistant", message={"id": "m", "content": [{"type": "text", "text": text}]}),
               event(type="brand_new", some="thing"), "no JSON at all"]
@@ -250,7 +253,8 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
     page.see("brand_new", ".raw")
     page.see("no JSON at all", ".raw")
     assert page.eval("document.querySelectorAll('.md img, .md script, .md a[href^=javascript]').length") == 0
-    assert page.eval("document.querySelectorAll('.md').length") == 1  # deltas and whole text are one
+    assert page.eval("document.querySelectorAll('.md').length") == 2  # deltas and whole text are one
+    assert page.eval("document.querySelector('.md').innerText.match(/Title/g).length") == 1
 
 
 def test_agent_mode_without_a_command_says_what_is_missing(page: Page, service: Service, name: str) -> None:

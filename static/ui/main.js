@@ -2,7 +2,7 @@
 
 import { api, link } from "./api.js";
 import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
-import { agentName, count, tailOf } from "./format.js";
+import { agentName, canBePrompted, count, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { mountForm, mountList } from "./sessions.js";
 import { refresh, startPolling, store } from "./store.js";
@@ -82,9 +82,9 @@ async function showSession(name, screen) {
     await Promise.all([load(), refresh()]);
     view.screen?.changed?.(view.detail);
   };
-  const changed = () => { // a state that others have changed
-    const row = store.find(name);
-    if (row && view.detail && row.state !== view.detail.state) view.reload().catch(() => {});
+  const changed = () => { // what others have changed
+    const [row, detail] = [store.find(name), view.detail];
+    if (row && detail && (row.state !== detail.state || row.agentMode !== canBePrompted(detail))) view.reload().catch(() => {});
   };
   store.addEventListener("change", changed);
   leave = () => {
