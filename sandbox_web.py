@@ -302,9 +302,11 @@ class Wire:
 
 # --- Answers ---
 
-CSP = ("default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
        "font-src 'self'; connect-src 'self'; manifest-src 'self'; worker-src 'self'; base-uri 'none'; "
        "form-action 'self'; frame-ancestors 'none'")
+# xterm.js writes style elements of its own and takes no nonce for them.
+CSP_OF_TERMINALS = CSP.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 COMMON = {
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "DENY", "Content-Security-Policy": CSP,
@@ -748,9 +750,11 @@ def packed_asset(name: str) -> tuple[bytes, str, bool]:
 
 def static_file(name: str) -> Callable[[App, Request, Params], Answer]:
     """A route to one file, not cached."""
+    headers = {"Content-Security-Policy": CSP_OF_TERMINALS} if name == "ui/index.html" else {}
+
     def get(_app: App, _request: Request, _params: Params) -> Answer:
         body, type, packed = packed_asset(name)
-        return Answer(body, type, packed=packed)
+        return Answer(body, type, headers=headers, packed=packed)
 
     return get
 

@@ -45,10 +45,19 @@ def page(browser: Browser, service: Service) -> Iterator[Page]:
 
 def log_in(page: Page, service: Service, where: str = "/auth/login") -> None:
     page.goto(f"http://{service.address}{where}")
+    fill_login(page)
+
+
+def fill_login(page: Page) -> None:
     page.fill("#username", "admin")
     page.fill("#password", PASSWORD)
     page.press("Enter")
     page.wait("!location.pathname.includes('login') && document.readyState === 'complete'")
+
+
+def cookie_of(page: Page) -> str:
+    (cookie,) = page.call("Network.getCookies")["cookies"]
+    return f"{cookie['name']}={cookie['value']}"
 
 
 def open_screen(page: Page, service: Service, session: str, screen: str) -> None:
@@ -106,6 +115,27 @@ def test_login_wrong_and_right(browser: Browser, service: Service) -> None:
     page.call("Page.navigate", url=f"http://{service.address}/preview")
     page.wait("location.pathname === '/auth/login' && document.readyState === 'complete'")
     page.close()
+
+
+def test_a_login_leads_back_to_where_it_began_and_nowhere_else(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    cases = {"/preview": "/", "/preview/auth/login": "/preview", f"/#/s/{name}/command": "/",
+             "/auth/login?next=//192.0.2.1/&data-next=//192.0.2.1/": "/", "/auth/login#//192.0.2.1/": "/"}
+    for began, path in cases.items():
+        page.eval("fetch('/auth/logout', { method: 'POST' }).then(() => true)")
+        page.call("Page.navigate", url="about:blank")
+        page.call("Page.navigate", url=f"http://{service.address}{began}")
+        page.wait("location.pathname.endsWith('/auth/login') && document.readyState === 'complete'")
+        fill_login(page)
+        assert page.eval("location.origin + location.pathname") == f"http://{service.address}{path}"
+        assert page.eval("location.hash") == "".join(began.partition("#")[1:])
+    page.goto(f"http://{service.address}/#/s/{name}/command")
+    page.see("Nothing was run here yet.")
+    service.post("/auth/logout", cookie=cookie_of(page))  # in another window
+    page.wait("location.pathname === '/auth/login'")
+    page.errors.clear()  # the 401 that was asked for
+    fill_login(page)
+    page.see("Nothing was run here yet.")
 
 
 def test_the_first_page_is_light(page: Page, service: Service) -> None:
@@ -363,6 +393,54 @@ def test_settings_are_in_force_at_the_next_command(page: Page, service: Service,
     page.see("Settings saved", "#toasts")
 
 
+def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    template = "textarea[placeholder*='{prompt}']"
+    open_screen(page, service, name, "settings")
+    page.fill(template, "echo {prompt} not saved")
+    page.see("Not saved yet", ".settings")
+    page.click(".tabs a")
+    page.see("AGENT mode needs a command")
+    page.click(".tabs a:last-child")
+    page.wait(f"document.querySelector({json.dumps(template)})?.value === 'echo {{prompt}} not saved'")
+    page.see("Not saved yet", ".settings")
+    page.dialog_answer = False
+    page.call("Page.reload")
+    page.wait("document.querySelector('.settings')")
+    assert page.dialogs == ["beforeunload"]
+    assert page.eval(f"document.querySelector({json.dumps(template)}).value") == "echo {prompt} not saved"
+    page.click(".settings .sticky .quiet")
+    page.wait(f"document.querySelector({json.dumps(template)}).value === ''")
+    page.call("Page.reload")  # without a question
+    page.wait("document.readyState === 'complete' && document.querySelector('.settings')")
+    assert page.dialogs == ["beforeunload"]
+    assert service.get(f"/api/sessions/{name}/settings").json["settings"]["agentPromptCommand"] is None
+
+
+def test_a_network_is_chosen_and_the_container_created_again(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    service.ended(service.job(name, "touch /tmp/mark; echo before"))
+    open_screen(page, service, name, "settings")
+    assert page.eval("[...document.querySelectorAll('.choices input')].map((e) => e.value).join()") == ",open,none,list"
+    assert not page.eval("document.querySelector('.hosts').checkVisibility()")
+    page.click("input[value=list]")
+    page.fill("[aria-label='Allowed hosts']", "api.example.com\n*.example.org:443")
+    page.see("Not saved yet", ".settings")
+    page.click("input[value=none]")
+    page.click(".settings button[type=submit]")
+    page.see("network: it has open, asked for is none", ".callout")
+    page.click(".callout button")
+    page.see("Settings and history stay", "dialog")
+    page.click("dialog .danger")
+    page.wait("document.querySelector('.settings') && !document.querySelector('.callout')", 60)
+    page.see("no network", ".session-head")
+    open_screen(page, service, name, "command")
+    page.see("before", ".output")
+    submit(page, "ls /sys/class/net /tmp/mark")
+    page.see("exit 1", ".job:last-child .job-foot")
+    assert page.eval("document.querySelector('.job:last-child .output').textContent").count("lo\n") == 1
+
+
 # --- Mission control ---
 
 
@@ -391,6 +469,21 @@ def test_mission_control(page: Page, service: Service, name: str) -> None:
     page.see("working on long", tile)
     page.click(f"{tile} form button:not([hidden]):not(.primary)")
     page.wait(f"document.querySelector({json.dumps(tile)}).dataset.state === 'idle'")
+
+
+def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    page.goto(f"http://{service.address}/preview")
+    tile = f".tile:has([href*='{name}'])"
+    page.see("It cannot be prompted: it has no agent prompt command.", tile)
+    assert not page.eval(f"document.querySelector({json.dumps(tile)}).querySelector('textarea').checkVisibility()")
+    page.click(f"{tile} .set-up a")
+    page.wait(f"location.hash === '#/s/{name}/settings' && document.querySelector('.settings')")
+    service.post(f"/api/sessions/{name}/settings", {"agentPromptCommand": "echo {prompt}"}, method="PUT")
+    page.click(".tabs a")
+    page.wait(f"document.querySelector({json.dumps(BOX)})")
+    page.goto(f"http://{service.address}/preview")
+    page.wait(f"document.querySelector({json.dumps(tile)})?.querySelector('textarea').checkVisibility()")
 
 
 # --- Everywhere ---

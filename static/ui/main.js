@@ -4,6 +4,7 @@ import { api, link } from "./api.js";
 import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
 import { agentName, canBePrompted, count, tailOf } from "./format.js";
 import { icon } from "./icons.js";
+import { networkText } from "./network.js";
 import { mountForm, mountList } from "./sessions.js";
 import { refresh, startPolling, store } from "./store.js";
 
@@ -17,9 +18,17 @@ const SCREENS = {
 const main = $("#main");
 let leave = () => {}; // undoes the view at hand
 
+const decoded = (text) => {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+};
+
 /** What the address asks for: { view, name, screen }. */
 function place() {
-  const [view, name, screen] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [view, name, screen] = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
   if (view === "s" && name) return { view, name, screen: screen in SCREENS ? screen : "agent" };
   return { view: view === "new" ? "new" : "" };
 }
@@ -113,7 +122,7 @@ function drawHead(head, name, session, view) {
   }, icon(symbol), h("span", { class: "label" }, label));
   const facts = session ? [
     session.agent ? agentName(session.agent) : "no agent", session.directory && tailOf(session.directory),
-    session.runtime, session.network && session.network !== "open" ? "no network" : null,
+    session.runtime, session.network && session.network !== "open" ? networkText(session.network) : null,
   ].filter(Boolean) : [];
   head.replaceChildren(
     h("a", { class: "button quiet back", href: "#/", "aria-label": "All sessions" }, icon("back")),
