@@ -73,6 +73,7 @@ PING_SECONDS, SILENCE_SECONDS = 30, 75
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
 STOP_SECONDS = 15
+LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it kept
 
 Params = Mapping[str, str]
 Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
@@ -132,6 +133,22 @@ def as_web_error(error: Exception) -> WebError:
 
 def log(line: str) -> None:
     print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), line, file=sys.stderr, flush=True)
+    with LOG_LOCK:
+        if LOG_PATH and os.fstat(2).st_size > LOG_BYTES:
+            os.replace(LOG_PATH[0], f"{LOG_PATH[0]}.1")
+            open_log(LOG_PATH[0])
+
+
+LOG_LOCK = threading.Lock()
+LOG_PATH: list[str] = []  # of a server in the background; another's output is not ours to cut
+
+
+def open_log(path: str) -> None:
+    """Let our output go to the end of a file."""
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd in (1, 2):
+        os.dup2(target, fd)
+    os.close(target)
 
 
 # --- Requests ---
@@ -2097,16 +2114,15 @@ class Lock:
             return False
         return True
 
-    def write(self, background: bool) -> None:
-        text = json.dumps({"pid": os.getpid(), "background": background}).encode()
+    def write(self, record: Mapping[str, Any]) -> None:
         os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, text, 0)
+        os.pwrite(self.fd, json.dumps(record).encode(), 0)
 
     def read(self) -> dict[str, Any]:
         """What the holder, or the last one, has written."""
         for _ in range(20):  # the holder may be about to write it
             with suppress(ValueError):
-                data = json.loads(os.pread(self.fd, 4096, 0))
+                data = json.loads(os.pread(self.fd, 1 << 20, 0))
                 if isinstance(data, dict):
                     return data
             time.sleep(0.05)
@@ -2141,12 +2157,28 @@ def stop_server(address: tuple[str, int]) -> bool:
         lock.close()
 
 
+# What a server was started with, and is started with again: kept in its lock file, which is its owner's only.
+KEPT_OPTIONS = ("serverUser", "serverPass", "profile", "cert", "key", "allowedHosts", "runtime")
+
+
+def keep_options(args: argparse.Namespace, address: tuple[str, int]) -> None:
+    """Take what is not given now from the server that runs at an address."""
+    lock = Lock(address)
+    try:
+        kept = {} if lock.take() else lock.read().get("options", {})
+    finally:
+        lock.close()
+    for key in KEPT_OPTIONS:
+        setattr(args, key, getattr(args, key) or kept.get(key))
+
+
 def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
     """The certificate that was given, loaded. Raises SandboxError."""
     if not args.cert and not args.key:
         return None
     if not args.cert or not args.key:
         raise SandboxError("--cert and --key go together", "give both", 2)
+    args.cert, args.key = os.path.abspath(args.cert), os.path.abspath(args.key)
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -2166,7 +2198,11 @@ def serve(args: argparse.Namespace) -> int:
             raise SandboxError(f"there is no server at {address_text(address)}", "sandbox serve -d starts one")
         print(f"stopped {address_text(address)}")
         return 0
+    if args.restart:
+        keep_options(args, address)
     config = sandbox.load_config(sandbox.flags_layer(args), args.profile)
+    if args.runtime:
+        os.environ["SANDBOX_RUNTIME"] = args.runtime  # for every configuration that is read from now on
     tls = tls_context(args)
     try:
         import websockets.server  # noqa: F401
@@ -2178,9 +2214,11 @@ def serve(args: argparse.Namespace) -> int:
     if args.restart and not stop_server(address):
         sandbox.say(f"there was no server at {address_text(address)}")
     fetch_libraries()
-    if args.background or args.restart:
-        return in_background(address, lambda tell: run_server(address, config, tls, True, tell))
-    return run_server(address, config, tls, False, lambda line: print(line, flush=True))
+    background = args.background or args.restart
+    record = {"background": background, "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
+    if background:
+        return in_background(address, lambda tell: run_server(address, config, tls, record, tell))
+    return run_server(address, config, tls, record, lambda line: print(line, flush=True))
 
 
 def fetch_libraries() -> None:
@@ -2192,9 +2230,12 @@ def fetch_libraries() -> None:
             sandbox.say(f"{err.strip()}\nwarning: the terminal and Markdown in the web pages are missing until then")
 
 
-def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None, background: bool,
+def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None, record: Mapping[str, Any],
                tell: Callable[[str], None]) -> int:
-    """Serve until a signal comes; `tell` is given what the person must know, when the service answers."""
+    """Serve until a signal comes; `tell` is given what the person must know, when the service answers.
+
+    `record` is kept in the lock file as long as the server runs.
+    """
     where = address_text(address)
     lock = Lock(address)
     if not lock.take():
@@ -2208,7 +2249,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     except OSError as error:
         hint = "choose another port" if error.errno == errno.EADDRINUSE else "choose another address"
         raise SandboxError(f"cannot listen on {where}: {error.strerror}", hint) from None
-    lock.write(background)
+    lock.write({"pid": os.getpid(), **record})
     app.connection_left = server.left
     threading.Thread(target=app.terminals.clean_up, daemon=True).start()
     status = 0
@@ -2223,7 +2264,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     tell(f"sandbox serves at {'https' if tls else 'http'}://{where}")
     tell(f"user: {app.user}")
     tell(f"password: {app.password} (of this run)" if app.generated else "password: as configured")
-    if background:
+    if record["background"]:
         tell(f"log: {web_path(address)}.log")
         tell("")
     with suppress(KeyboardInterrupt):
@@ -2233,6 +2274,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app.stopping = True
     server.server_close()
     app.terminals.close_all()
+    lock.write({"pid": os.getpid(), "background": record["background"]})
     return status
 
 
@@ -2264,11 +2306,11 @@ def daemon(log_path: str, write: int, run: Callable[[Callable[[str], None]], int
     status = 1
     try:
         os.makedirs(os.path.dirname(log_path), mode=0o700, exist_ok=True)
-        target = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        open_log(log_path)
+        LOG_PATH.append(log_path)
         null = os.open(os.devnull, os.O_RDONLY)
-        for ours, theirs in ((null, 0), (target, 1), (target, 2)):
-            os.dup2(ours, theirs)
-        sandbox.Output.close(null, target)
+        os.dup2(null, 0)
+        os.close(null)
         os.chdir("/")
 
         def tell(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import concurrent.futures
+import http.client
 import json
 import os
 import re
@@ -612,6 +613,42 @@ def test_the_background_server(engine: Engine, home: Path) -> None:
     assert engine.sandbox("serve", address, "--stop").returncode == 0
     stopped = engine.sandbox("serve", address, "--stop")
     assert stopped.returncode == 1 and "there is no server" in stopped.stderr
+
+
+def test_a_restart_keeps_the_options_that_are_not_given_anew(engine: Engine, home: Path) -> None:
+    write_config(home, runs={"work": {"serverUser": "work"}})
+    service = Service(engine, "-U", "admin", "-r", "work", "--allow-host", "box.example", start=False)
+    started = engine.sandbox("serve", service.address, "-d", "-P", "kept", *service.options)
+    assert started.returncode == 0, started.stderr
+    lock = home / "web" / f"{service.address.replace(':', '_')}.lock"
+    assert lock.stat().st_mode & 0o777 == 0o600
+    assert engine.sandbox("serve", service.address, "--restart").returncode == 0
+    assert service.log_in("kept").status == 200
+    assert service.get("/auth/login", headers={"Host": "box.example"}).status == 200
+    pid = json.loads(lock.read_text())["pid"]
+    assert "kept" not in Path(f"/proc/{pid}/cmdline").read_text()
+    assert engine.sandbox("serve", service.address, "--restart", "-P", "new").returncode == 0
+    assert service.log_in("kept").status == 401 and service.log_in("new").status == 200
+    assert engine.sandbox("serve", service.address, "--stop").returncode == 0
+    assert "new" not in lock.read_text()
+    again = engine.sandbox("serve", service.address, "--restart")  # none runs: nothing is kept
+    assert "there was no server" in again.stderr and "(of this run)" in again.stdout
+    assert engine.sandbox("serve", service.address, "--stop").returncode == 0
+
+
+def test_the_log_of_a_background_server_is_bounded(engine: Engine, home: Path) -> None:
+    service = Service(engine, start=False)
+    assert engine.sandbox("serve", service.address, "-d").returncode == 0
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    for number in range(1200):
+        connection.request("GET", f"/{number}/{'x' * 4000}")
+        assert connection.getresponse().read() == b""
+    connection.close()
+    logs = sorted(path for path in (home / "web").iterdir() if ".log" in path.name)
+    assert [path.name.partition(".log")[2] for path in logs] == ["", ".1"]
+    assert all(path.stat().st_size < 2.2 * 2**20 and path.stat().st_mode & 0o777 == 0o600 for path in logs)
+    assert " /1199/x" in logs[0].read_text()
+    assert engine.sandbox("serve", service.address, "--stop").returncode == 0
 
 
 def test_a_stale_or_reused_pid_is_never_signalled(engine: Engine, home: Path) -> None:
