@@ -367,6 +367,76 @@ def test_a_terminal_says_that_it_ended_with_its_server(page: Page, service: Serv
     page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
 
 
+def permit(page: Page, service: Service, *permissions: str) -> None:
+    page.call("Browser.grantPermissions", origin=f"http://{service.address}", permissions=list(permissions))
+
+
+def test_a_bell_and_a_programs_notification_reach_the_desktop(page: Page, browser: Browser, service: Service,
+                                                              name: str) -> None:
+    service.create(name)
+    open_terminal(page, service, name)
+    page.click("[aria-label^='Notify me']")  # a headless browser says no by itself
+    page.see("The browser does not allow notifications", "#toasts")
+    permit(page, service, "notifications")
+    page.click("[aria-label^='Notify me']")
+    page.see("You will be notified", "#toasts")
+    assert not page.eval("document.querySelector('[aria-label^=\"Notify me\"]').checkVisibility()")
+    page.eval("""{
+        const Shown = Notification;
+        window.shown = [];
+        window.Notification = class extends Shown {
+            constructor(title, options) {
+                super(title, options);
+                this.addEventListener("show", () => shown.push(`${title}: ${options.body}`));
+            }
+        };
+    }""")
+    enter(page, "until [ -e /tmp/go ]; do sleep 0.1; done; printf 'x\\a'; sleep 1;"
+                " printf '\\033]9;4;1;50\\007\\033]9;the build is done\\007'; sleep 1;"
+                " printf '\\033]777;notify;Tests;all; of them\\007'; echo ra${x}ng")
+    other = browser.page()
+    other.call("Page.bringToFront")
+    page.wait("document.hidden || !document.hasFocus()")
+    service.job(name, "touch /tmp/go")
+    expected = [f"{name}: The terminal rang its bell", f"{name}: the build is done", f"{name}: Tests: all; of them"]
+    page.wait(f"JSON.stringify(shown) === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
+    other.close()
+    page.call("Page.bringToFront")
+    open_terminal(page, service, name)  # what is shown again rings no more
+    see_in_terminal(page, "rang")
+    assert page.eval("document.querySelectorAll('#toasts *').length") == 0
+
+
+def test_the_clipboard_of_a_terminal(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    permit(page, service, "clipboardReadWrite", "clipboardSanitizedWrite")
+    open_terminal(page, service, name)
+    page.click("[aria-label^='Copy the selection']")
+    page.see("Nothing is selected", "#toasts")
+    enter(page, "clear; PS1='> '; echo lone${x}word")
+    see_in_terminal(page, "loneword")
+    for how in ("button", "keys"):
+        page.eval("navigator.clipboard.writeText('')")
+        x, y = page.eval(f"""(() => {{
+            const box = {ROWS}.find((row) => row.textContent.startsWith("loneword")).getBoundingClientRect();
+            return [box.x + 20, box.y + box.height / 2];
+        }})()""")
+        for count in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count)
+        if how == "button":
+            page.click("[aria-label^='Copy the selection']")
+        else:
+            page.press("c", modifiers=CONTROL | SHIFT)
+        page.wait("navigator.clipboard.readText().then((text) => text === 'loneword')")
+    page.eval("navigator.clipboard.writeText('echo pa${x}sted; : ünï')")
+    page.click("[aria-label^='Paste']")
+    see_in_terminal(page, "ünï")
+    page.wait("document.activeElement.className === 'xterm-helper-textarea'")
+    page.press("Enter")
+    see_in_terminal(page, "pasted")
+
+
 # --- Settings ---
 
 

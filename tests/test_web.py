@@ -808,6 +808,15 @@ def test_the_examples_of_the_readme(engine: Engine, project: Path, home: Path, n
     service.end()
 
 
+def test_the_engine_that_was_asked_for_is_the_one_that_is_asked(engine: Engine, home: Path) -> None:
+    folder = engine.directory()
+    (folder / "docker").symlink_to(str(shutil.which("docker")))
+    service = Service(engine, "--rt", "podman", env={"PATH": str(folder)})
+    reply = service.get("/api/sessions")
+    assert reply.status == 503 and reply.json["error"]["message"] == "podman is not installed"
+    service.end()
+
+
 def test_the_list_of_sessions_makes_one_engine_call_however_many_ask(engine: Engine, project: Path, home: Path) -> None:
     """The engine's client is a script that notes when it begins and ends."""
     folder = engine.directory()
