@@ -511,8 +511,10 @@ class Gateway:
         return self.store(secrets.token_bytes(32), {})
 
     def store(self, secret: bytes, ended: dict[str, float]) -> tuple[bytes, dict[str, float]]:
-        with suppress(SandboxError):  # then logins end with the process
+        try:
             sandbox.write_private(self.path, json.dumps({"secret": secret.hex(), "ended": ended}))
+        except SandboxError as error:  # a new secret ends with the process, an ended login may come back with the next
+            log(f"what is known of logins could not be stored: {error.message}")
         return secret, ended
 
     def sign(self, text: str) -> str:
@@ -1048,13 +1050,17 @@ def post_stop(app: App, _request: Request, params: Params) -> Answer:
 
 
 def settings_answer(session: Session) -> Answer:
-    """The settings, what is in force, and what needs a new container."""
+    """The settings, what is in force, what would be without them, and what needs a new container."""
     settings = read_settings(session.name)
-    config = session_config(session, settings)
-    effective = {key: config.get(key) for key in ("network", "autostart")}
-    effective["agentPromptCommand"] = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
-    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS}, "effective": effective,
-                        "recreate": recreate_lines(session, config)})
+    config, without = session_config(session, settings), session_config(session, {})
+    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
+                        "effective": in_force(session, config, settings),
+                        "configured": in_force(session, without, {}), "recreate": recreate_lines(session, config)})
+
+
+def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
+    template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
+    return {"network": config.get("network"), "autostart": config.get("autostart"), "agentPromptCommand": template}
 
 
 def get_settings(_app: App, _request: Request, params: Params) -> Answer:
@@ -1099,7 +1105,8 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
                              "directory": config.get("hostPath") if own else "", "error": None})
         except SandboxError as error:
             profiles.append({"name": name, "agent": "", "image": "", "directory": "", "error": error.message})
-    return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS), "directory": os.getcwd()})
+    directory = base_config().get("hostPath") or ""
+    return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS), "directory": directory})
 
 
 # --- Jobs ---
@@ -1129,7 +1136,11 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     folder = job_folder(session.name, id)
     argv = sandbox.exec_argv(engine, session, workdir(session), tag, sandbox.compose(command, []))
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown, "started": iso(now)}
-    sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
+    try:
+        sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
+    except BaseException:
+        sandbox.remove_tree(folder)
+        raise
     null = os.open(os.devnull, os.O_RDWR)
     try:
         pid = sandbox.spawn([*own_argv(), "__job", folder], env={**os.environ, "SANDBOX_ENV": script},
@@ -1148,13 +1159,14 @@ def own_argv() -> list[str]:
 
 
 def autostart(engine: Engine, session: Session) -> None:
-    """Start the session's autostart script as a job; a failure is that job's affair."""
-    script = session_config(session).get("autostart")
+    """Start the session's autostart script as a job. Raises WebError when the container runs without it."""
     try:
-        if script:
+        if script := session_config(session).get("autostart"):
             start_job(engine, session, "autostart", script, {})
     except (WebError, SandboxError, OSError) as error:
-        log(f"the autostart script of {session.name} could not be started: {error}")
+        cause = as_web_error(error)
+        raise WebError(cause.code, f"{session.name} was started, but not its autostart script: {cause.message}",
+                       cause.hint) from None
 
 
 ENDED_JOBS: dict[str, dict[str, Any]] = {}  # what is over does not change
@@ -2311,7 +2323,6 @@ def daemon(log_path: str, write: int, run: Callable[[Callable[[str], None]], int
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
-        os.chdir("/")
 
         def tell(line: str) -> None:
             os.write(write, f"{line}\n".encode()) if line else os.close(write)

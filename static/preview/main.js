@@ -272,10 +272,16 @@ $("#logout").addEventListener("click", async () => {
     toast(error.message, "error");
   }
 });
-link.addEventListener("change", () => {
+function drawBanner() {
+  const { error } = store;
+  const trouble = !link.up ? "The server does not answer. Trying again… The agents go on."
+    : error && [error.message, error.hint].filter(Boolean).join(" — ");
   const banner = $("#banner");
-  banner.hidden = link.up;
-  banner.textContent = link.up ? "" : "The server does not answer. Trying again… The agents go on.";
-});
+  banner.hidden = !trouble;
+  put(banner, trouble || "");
+}
+
+link.addEventListener("change", drawBanner);
+store.addEventListener("change", drawBanner);
 store.addEventListener("change", draw);
 startPolling(TAIL_BYTES);

@@ -20,9 +20,9 @@ export function networkText(rule) {
 }
 
 /** The choice between the kinds, and the hosts of a list. `read()` gives the rule. */
-export function networkChoice(current, effective) {
+export function networkChoice(current, configured) {
   const given = kindOf(current);
-  const rule = given === "list" ? current : kindOf(effective) === "list" ? effective : {};
+  const rule = given === "list" ? current : kindOf(configured) === "list" ? configured : {};
   const name = `net-${Math.random().toString(36).slice(2, 8)}`;
   const choice = (value, label) => h("label", { class: "choice" },
     h("input", { type: "radio", name, value, checked: value === given }), h("span", {}, label));
@@ -35,7 +35,7 @@ export function networkChoice(current, effective) {
     h("p", { class: "hint" }, "One a line: ", h("code", {}, "host"), ", ", h("code", {}, "host:port"), " or ", h("code", {}, "*.host"), "."));
   const kinds = Object.entries(KINDS).filter(([kind]) => kind !== "host" || given === "host");
   const choices = h("div", { class: "choices tall", role: "radiogroup", "aria-label": "Network", onchange: () => show() },
-    choice("", `As configured (${networkText(effective)})`), kinds.map(([kind, label]) => choice(kind, label)), lists);
+    choice("", `As configured (${networkText(configured)})`), kinds.map(([kind, label]) => choice(kind, label)), lists);
   const chosen = () => choices.querySelector("input:checked").value;
   const show = () => (lists.hidden = chosen() !== "list");
   show();

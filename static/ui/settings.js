@@ -50,12 +50,12 @@ export function mount(root, context) {
   let gone = false;
   api.settings(name).then((data) => gone || draw(data, drafts.get(name))).catch((error) => gone || scroll.replaceChildren(problem(error)));
 
-  function draw({ settings: saved, effective, recreate }, draft) {
+  function draw({ settings: saved, configured, recreate }, draft) {
     const settings = { ...saved, ...draft };
     const state = h("span", { class: "hint", role: "status" }, draft ? "Not saved yet" : "");
     const discard = h("button", { class: "quiet", type: "button", hidden: !draft, onclick: () => {
       drafts.delete(name);
-      draw({ settings: saved, effective, recreate });
+      draw({ settings: saved, configured, recreate });
       $("input, textarea, button", scroll).focus();
     } }, "Discard changes");
     const save = h("button", { class: "primary", type: "submit" }, "Save");
@@ -67,11 +67,11 @@ export function mount(root, context) {
       discard.hidden = false;
     };
     const env = environment(settings.env, edited);
-    const network = networkChoice(settings.network, effective.network);
+    const network = networkChoice(settings.network, configured.network);
     const autostart = h("textarea", { rows: "4", class: "mono", value: settings.autostart ?? "", spellcheck: "false",
-      placeholder: settings.autostart == null ? effective.autostart ?? "" : "" });
+      placeholder: configured.autostart ?? "" });
     const template = h("textarea", { rows: "3", class: "mono", value: settings.agentPromptCommand ?? "", spellcheck: "false",
-      placeholder: effective.agentPromptCommand || "my-agent --ask {prompt}" });
+      placeholder: configured.agentPromptCommand || "my-agent --ask {prompt}" });
     const errors = h("div", {});
     const form = h("form", { class: "page settings", oninput: edited },
       recreate.length ? recreateNotice(recreate) : null, errors,
