@@ -855,33 +855,6 @@ def find_running(name: str) -> tuple[Engine, Session]:
 SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
 
 
-def read_settings(name: str) -> dict[str, Any]:
-    """The settings made for a session. Raises SandboxError for a file that is not what we wrote."""
-    path = sandbox.settings_path(name)
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
-    if not isinstance(data, dict):
-        raise SandboxError(f"{path}: the file is not a JSON object", "correct the file or remove it")
-    return data
-
-
-def session_config(session: Session, settings: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session now: the configuration, what its creation said, and its settings."""
-    settings = read_settings(session.name) if settings is None else settings
-    data = sandbox.read_config()
-    _, kept = session.created()
-    path = sandbox.settings_path(session.name)
-    flags = {key: value for key, value in settings.items() if key != "agentPromptCommand"}
-    return sandbox.load_config(
-        Layer(flags, f"{path}: "), session.profile if session.profile in data.get("runs", {}) else None,
-        Layer(kept, dict.fromkeys(kept, f"container {session.name}")), data)
-
-
 def prompt_template(session: Session, config: Config, settings: Mapping[str, Any]) -> str:
     """The session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
@@ -903,13 +876,14 @@ def workdir(session: Session) -> str:
 
 def session_data(session: Session, engine: Engine) -> dict[str, Any]:
     have, _ = session.created()
-    config = session_config(session)
+    config = sandbox.session_config(session)
     return {
         "name": session.name, "state": session.state, "agent": session.agent, "profile": session.profile,
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
-        "image": have.get("image", ""), "network": have.get("network", ""), "ports": have.get("ports", []),
+        "image": have.get("image", ""), "ports": have.get("ports", []),
+        "network": sandbox.network_of(session, config) if session.proxy else have.get("network", ""),
         "runtime": engine.name, "recreate": recreate_lines(session, config),
-        "agentPromptCommand": prompt_template(session, config, read_settings(session.name)),
+        "agentPromptCommand": prompt_template(session, config, sandbox.read_settings(session.name)),
     }
 
 
@@ -972,7 +946,7 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     if not settings.get("agentPromptCommand") and not config.get("agentPromptCommand"):
         settings |= {"agentPromptCommand": PROMPT_COMMANDS[session.agent]} if session.agent else {}
     sandbox.forget_files(name)
-    sandbox.write_private(sandbox.settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    sandbox.write_settings(name, settings)
     autostart(engine, session)
     return json_answer(session_data(session, engine), 201)
 
@@ -980,8 +954,8 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     """Remove the container and create it again from what is configured now; settings and jobs stay."""
     engine, session = find(params["session"])
-    settings = read_settings(session.name)
-    config = session_config(session, settings)
+    settings = sandbox.read_settings(session.name)
+    config = sandbox.session_config(session, settings)
     have, kept = session.created()
     kept = {**kept, "hostPath": have["directory"], "containerPath": have["workdir"]}
     flags = Layer({k: v for k, v in kept.items() if k not in settings}
@@ -1033,8 +1007,8 @@ def post_stop(app: App, _request: Request, params: Params) -> Answer:
 
 def settings_answer(session: Session) -> Answer:
     """The settings, what is in force, and what needs a new container."""
-    settings = read_settings(session.name)
-    config = session_config(session, settings)
+    settings = sandbox.read_settings(session.name)
+    config = sandbox.session_config(session, settings)
     effective = {key: config.get(key) for key in ("network", "autostart")}
     effective["agentPromptCommand"] = prompt_template(session, config, settings)
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS}, "effective": effective,
@@ -1048,15 +1022,16 @@ def get_settings(_app: App, _request: Request, params: Params) -> Answer:
 def put_settings(_app: App, request: Request, params: Params) -> Answer:
     """Change settings: a key that is left out stays, null takes it back to what is configured."""
     data = request.json()
-    _, session = find(params["session"])
+    engine, session = find(params["session"])
     with SETTINGS_LOCK:
-        settings = checked_settings(data, read_settings(session.name))
-        config = session_config(session, settings)
+        settings = checked_settings(data, sandbox.read_settings(session.name))
+        config = sandbox.session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
             sandbox.env_script(sandbox.exec_env(config))
-        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-        sandbox.write_private(sandbox.settings_path(session.name), text)
+        sandbox.write_settings(session.name, settings)
+        if session.proxy and session.state == "running" and "network" in data:
+            sandbox.set_rules(engine, session, sandbox.network_of(session, config))
     return settings_answer(session)
 
 
@@ -1070,6 +1045,79 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}  # no AGENT mode, not the default
     checked = Layer({key: value for key, value in given.items() if key not in none}, "", 2).values
     return {key: value for key, value in old.items() if key not in changes} | checked | none
+
+
+# --- Network ---
+
+SHOWN_DECISIONS = 500
+
+
+def find_allowlist(name: str) -> tuple[Engine, Session]:
+    """A session whose network is an allowlist. Raises WebError for another."""
+    engine, session = find(name)
+    if not session.proxy:
+        raise WebError("conflict", f"the session {name} has no allowlist",
+                       "set its network in the settings, then create it again")
+    return engine, session
+
+
+def get_network(_app: App, _request: Request, params: Params) -> Answer:
+    _, session = find_allowlist(params["session"])
+    return json_answer(sandbox.network_of(session, sandbox.session_config(session)))
+
+
+def post_network(_app: App, request: Request, params: Params) -> Answer:
+    """Allow or deny one more host, in force for the next connection."""
+    rules = {key: [rule] for key, rule in fields(request.json(), allow=str, deny=str).items()}
+    if not rules:
+        raise WebError("bad_request", "the host is missing", "give allow or deny: <host>[:<port>]")
+    checked = Layer({"network": {"allow": [], **rules}}, "", 2).values["network"]
+    engine, session = find_allowlist(params["session"])
+    with SETTINGS_LOCK:
+        return json_answer(sandbox.change_rules(engine, session, checked))
+
+
+def get_decisions(app: App, _request: Request, params: Params) -> Stream:
+    """Server-sent events: what the proxy has decided of late, and what it decides."""
+    engine, session = find_allowlist(params["session"])
+    argv = sandbox.log_argv(engine, session, "-f", "--tail", str(SHOWN_DECISIONS))
+    return Stream("text/event-stream; charset=utf-8", lambda sock: follow_log(sock, argv, lambda: app.stopping))
+
+
+def follow_log(sock: socket.socket, argv: Sequence[str], stopping: Callable[[], bool]) -> None:
+    """Send each JSON line that a command prints as an event, until it ends or the client has gone."""
+    (out, out_end), null = os.pipe(), os.open(os.devnull, os.O_RDWR)
+    pid = sandbox.spawn(argv, fds={0: null, 1: out_end, 2: null})
+    sandbox.Output.close(out_end, null)
+    poller, rest, quiet = select.poll(), b"", time.monotonic()
+    poller.register(sock, select.POLLIN)
+    poller.register(out, select.POLLIN)
+    try:
+        sock.sendall(b": the log\n\n")
+        while not stopping():
+            ready = [fd for fd, _ in poller.poll(1000)]
+            if sock.fileno() in ready and not sock.recv(4096):
+                return
+            if out in ready:
+                data = os.read(out, CHUNK_BYTES)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                sock.sendall(b"".join(event_bytes("decision", item) for item in map(decision_of, lines) if item))
+                quiet = time.monotonic()
+            elif time.monotonic() - quiet > HEARTBEAT_SECONDS:
+                sock.sendall(b": still here\n\n")
+                quiet = time.monotonic()
+    finally:
+        os.close(out)
+        os.kill(pid, signal.SIGTERM)
+        sandbox.status_of(pid)
+
+
+def decision_of(line: bytes) -> Any:
+    with suppress(ValueError):
+        return json.loads(line)
+    return None
 
 
 def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
@@ -1103,7 +1151,7 @@ def iso(seconds: float) -> str:
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session under a supervisor of its own; the job as clients see it."""
-    env = sandbox.exec_env(session_config(session)) | dict(extra_env or {})
+    env = sandbox.exec_env(sandbox.session_config(session)) | dict(extra_env or {})
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1134,7 +1182,7 @@ def own_argv() -> list[str]:
 
 def autostart(engine: Engine, session: Session) -> None:
     """Start the session's autostart script as a job; a failure is that job's affair."""
-    script = session_config(session).get("autostart")
+    script = sandbox.session_config(session).get("autostart")
     try:
         if script:
             start_job(engine, session, "autostart", script, {})
@@ -1341,11 +1389,11 @@ def post_command(app: App, request: Request, params: Params) -> Answer:
 def post_prompt(app: App, request: Request, params: Params) -> Answer:
     prompt = only_text(request, "prompt", "what the agent is asked")
     engine, session = find_running(params["session"])
-    settings = read_settings(session.name)
+    settings = sandbox.read_settings(session.name)
     # A template that another hand has broken must end here, not in the check of the whole configuration.
     template = settings.get("agentPromptCommand")
     if template is None:
-        template = prompt_template(session, session_config(session, settings), settings)
+        template = prompt_template(session, sandbox.session_config(session, settings), settings)
     if "{prompt}" not in str(template):
         reason = "lacks the placeholder {prompt}" if template else "has no agentPromptCommand"
         raise WebError("conflict", f"the session {session.name} {reason}", "set agentPromptCommand in its settings")
@@ -1547,7 +1595,7 @@ class Terminal:
         """Start the engine's client on a new PTY, without a line discipline of ours in between."""
         import tty
 
-        config = session_config(self.session)
+        config = sandbox.session_config(self.session)
         env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | sandbox.exec_env(config)
         command = sandbox.SHELL
         if self.run == "agent":
@@ -1984,6 +2032,9 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", SESSION + "/recreate", post_recreate),
     ("GET", SESSION + "/settings", get_settings),
     ("PUT", SESSION + "/settings", put_settings),
+    ("GET", SESSION + "/network", get_network),
+    ("POST", SESSION + "/network", post_network),
+    ("GET", SESSION + "/network/events", get_decisions),
     ("POST", SESSION + "/command", post_command),
     ("POST", SESSION + "/prompt", post_prompt),
     ("GET", SESSION + "/jobs", get_jobs),
