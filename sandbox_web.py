@@ -44,7 +44,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import sandbox
-from sandbox import Config, Engine, EngineProblem, Layer, SandboxError, Session
+from sandbox import (
+    Config,
+    Engine,
+    EngineProblem,
+    Layer,
+    SandboxError,
+    Session,
+    read_settings,
+    session_config,
+    write_settings,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -75,6 +85,7 @@ TERMINALS = 100
 STOP_SECONDS = 15
 
 Params = Mapping[str, str]
+Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 
 # How each agent is prompted without a terminal: JSON events, and the conversation goes on where there is one.
 PROMPT_COMMANDS = {
@@ -855,12 +866,20 @@ def find_running(name: str) -> tuple[Engine, Session]:
 SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
 
 
-def prompt_template(session: Session, config: Config, settings: Mapping[str, Any]) -> str:
-    """The session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
+def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
+    """A session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
-    if own is not None:
-        return str(own)
-    return str(config.get("agentPromptCommand") or PROMPT_COMMANDS.get(session.agent, ""))
+    return str(own if own is not None else configured or PROMPT_COMMANDS.get(agent, ""))
+
+
+def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
+    """Whether a session of the list can be prompted: its template has the placeholder."""
+    settings: Mapping[str, Any] = {}
+    with suppress(SandboxError):  # which its own page shows
+        settings = read_settings(row["name"])
+    profile = data.get("runs", {}).get(row["profile"])
+    configured = {**data, **(profile if isinstance(profile, dict) else {})}.get("agentPromptCommand")
+    return "{prompt}" in prompt_template(row["agent"], configured, settings)
 
 
 def recreate_lines(session: Session, config: Config) -> list[str]:
@@ -876,14 +895,15 @@ def workdir(session: Session) -> str:
 
 def session_data(session: Session, engine: Engine) -> dict[str, Any]:
     have, _ = session.created()
-    config = sandbox.session_config(session)
+    settings = read_settings(session.name)
+    config = session_config(session, settings)
     return {
         "name": session.name, "state": session.state, "agent": session.agent, "profile": session.profile,
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
         "image": have.get("image", ""), "ports": have.get("ports", []),
         "network": sandbox.network_of(session, config) if session.proxy else have.get("network", ""),
         "runtime": engine.name, "recreate": recreate_lines(session, config),
-        "agentPromptCommand": prompt_template(session, config, sandbox.read_settings(session.name)),
+        "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"), settings),
     }
 
 
@@ -891,14 +911,15 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
     """All sessions; ?tail=<bytes> adds the end of the last job's output."""
     tail = request.number("tail", 0, 0, TAIL_BYTES)
     terminals = [terminal.session.name for terminal in app.terminals.all() if not terminal.ended]
-    rows = []
+    rows, data = [], sandbox.read_config()
     for row in app.sessions.list():
         jobs = list_jobs(row["name"], 20)
         running = sum(job["state"] == "running" for job in jobs)
         last = dict(jobs[0]) if jobs else None
         if last and tail:
             last["tail"] = output_tail(row["name"], last["id"], tail)
-        rows.append({**row, "jobs": running, "terminals": terminals.count(row["name"]), "last": last})
+        rows.append({**row, "agentMode": has_agent_mode(row, data), "jobs": running,
+                     "terminals": terminals.count(row["name"]), "last": last})
     return json_answer(rows)
 
 
@@ -941,12 +962,14 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
-    engine, session = sandbox.create_session(engines, name, config, flags)
+    sandbox.forget_files(name)  # of one that was removed by other hands
+    write_settings(name, settings)
+    try:
+        engine, session = sandbox.create_session(engines, name, config, flags)
+    except BaseException:
+        sandbox.forget_files(name)
+        raise
     app.sessions.changed()
-    if not settings.get("agentPromptCommand") and not config.get("agentPromptCommand"):
-        settings |= {"agentPromptCommand": PROMPT_COMMANDS[session.agent]} if session.agent else {}
-    sandbox.forget_files(name)
-    sandbox.write_settings(name, settings)
     autostart(engine, session)
     return json_answer(session_data(session, engine), 201)
 
@@ -954,20 +977,16 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     """Remove the container and create it again from what is configured now; settings and jobs stay."""
     engine, session = find(params["session"])
-    settings = sandbox.read_settings(session.name)
-    config = sandbox.session_config(session, settings)
     have, kept = session.created()
-    kept = {**kept, "hostPath": have["directory"], "containerPath": have["workdir"]}
-    flags = Layer({k: v for k, v in kept.items() if k not in settings}
-                  | ({"network": settings["network"]} if "network" in settings else {}), "")
-    config = sandbox.load_config(flags, config.profile or None)
+    place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
+    config = session_config(session, flags=Layer(place, ""))
     with as_request_error():
         sandbox.check_spec(sandbox.spec_of(config))
     if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     sandbox.remove_container(engine, session)
-    engine, session = sandbox.create_session([engine], session.name, config, flags)
+    engine, session = sandbox.create_session([engine], session.name, config, Layer({**kept, **place}, ""))
     app.sessions.changed()
     autostart(engine, session)
     return json_answer(session_data(session, engine))
@@ -1007,10 +1026,10 @@ def post_stop(app: App, _request: Request, params: Params) -> Answer:
 
 def settings_answer(session: Session) -> Answer:
     """The settings, what is in force, and what needs a new container."""
-    settings = sandbox.read_settings(session.name)
-    config = sandbox.session_config(session, settings)
+    settings = read_settings(session.name)
+    config = session_config(session, settings)
     effective = {key: config.get(key) for key in ("network", "autostart")}
-    effective["agentPromptCommand"] = prompt_template(session, config, settings)
+    effective["agentPromptCommand"] = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS}, "effective": effective,
                         "recreate": recreate_lines(session, config)})
 
@@ -1024,12 +1043,12 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
     data = request.json()
     engine, session = find(params["session"])
     with SETTINGS_LOCK:
-        settings = checked_settings(data, sandbox.read_settings(session.name))
-        config = sandbox.session_config(session, settings)
+        settings = checked_settings(data, read_settings(session.name))
+        config = session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
             sandbox.env_script(sandbox.exec_env(config))
-        sandbox.write_settings(session.name, settings)
+        write_settings(session.name, settings)
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
     return settings_answer(session)
@@ -1063,7 +1082,7 @@ def find_allowlist(name: str) -> tuple[Engine, Session]:
 
 def get_network(_app: App, _request: Request, params: Params) -> Answer:
     _, session = find_allowlist(params["session"])
-    return json_answer(sandbox.network_of(session, sandbox.session_config(session)))
+    return json_answer(sandbox.network_of(session, session_config(session)))
 
 
 def post_network(_app: App, request: Request, params: Params) -> Answer:
@@ -1151,7 +1170,7 @@ def iso(seconds: float) -> str:
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session under a supervisor of its own; the job as clients see it."""
-    env = sandbox.exec_env(sandbox.session_config(session)) | dict(extra_env or {})
+    env = sandbox.exec_env(session_config(session)) | dict(extra_env or {})
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1182,7 +1201,7 @@ def own_argv() -> list[str]:
 
 def autostart(engine: Engine, session: Session) -> None:
     """Start the session's autostart script as a job; a failure is that job's affair."""
-    script = sandbox.session_config(session).get("autostart")
+    script = session_config(session).get("autostart")
     try:
         if script:
             start_job(engine, session, "autostart", script, {})
@@ -1270,6 +1289,7 @@ class Follower:
     def __init__(self, folder: str, offset: int) -> None:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
+        self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))  # the last runs before it, by stream
         self.output = os.open(f"{folder}/output", os.O_RDONLY)
         self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
         self.unparsed = b""
@@ -1278,22 +1298,31 @@ class Follower:
         os.close(self.output)
         os.close(self.runs)
 
-    def next(self, over: bool) -> tuple[int, bytes] | None:
-        """The next piece as (stream, bytes), whole characters; None when there is nothing (more, if it is over)."""
+    def next(self) -> tuple[int, bytes] | None:
+        """The next piece as (stream, bytes); None when there is nothing (more, if the job is over)."""
         size = os.fstat(self.output).st_size  # before the runs: what is below this size has its runs written
-        while self.position < size:
-            length = self.run_length()
-            end = size if length is None else min(self.start + length, size)
-            if length is not None and self.position >= self.start + length:
-                self.start, self.stream = self.start + length, 1 - self.stream
-                self.unparsed = self.unparsed[varint(self.unparsed)[1] :]
-                continue
-            data = os.pread(self.output, min(CHUNK_BYTES, end - self.position), self.position)
-            last = self.position + len(data) == end and (length is not None or over)
-            data = data if last else whole_characters(data)
-            self.position += len(data)
-            return (self.stream, data) if data else None
-        return None
+        if self.position >= size:
+            return None
+        self.to_run()
+        length = self.run_length()
+        end = size if length is None else min(self.start + length, size)
+        data = os.pread(self.output, min(CHUNK_BYTES, end - self.position), self.position)
+        self.position += len(data)
+        return self.stream, data
+
+    def to_run(self) -> None:
+        """Go to the run that the position lies in."""
+        while (length := self.run_length()) is not None and self.position >= self.start + length:
+            self.passed[self.stream].append((self.start, self.start + length))
+            self.start, self.stream = self.start + length, 1 - self.stream
+            self.unparsed = self.unparsed[varint(self.unparsed)[1] :]
+
+    def before(self, stream: int) -> bytes:
+        """The last bytes of a stream before the position: those that a character may have begun with."""
+        self.to_run()
+        here = [(self.start, self.position)] if stream == self.stream else []
+        spans = [(max(start, end - 3), end) for start, end in [*self.passed[stream], *here]]
+        return b"".join(os.pread(self.output, end - start, start) for start, end in spans)[-3:]
 
     def run_length(self) -> int | None:
         """The length of the run at hand; None while it still grows."""
@@ -1313,18 +1342,6 @@ def varint(data: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def whole_characters(data: bytes) -> bytes:
-    """The data without the beginning of a UTF-8 character at its end."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return data[:-back] if needed > back else data
-        if byte < 0x80:
-            break
-    return data
-
-
 def output_tail(session: str, id: str, size: int) -> str:
     """The end of a job's output, both streams together."""
     with suppress(OSError), open(f"{job_folder(session, id)}/output", "rb") as file:
@@ -1341,8 +1358,10 @@ def event_bytes(name: str, data: object, id: int | None = None) -> bytes:
 def follow_job(sock: socket.socket, session: str, id: str, offset: int, stopping: Callable[[], bool]) -> None:
     """Send a job's output from an offset on as server-sent events, until the job has ended or the client has gone."""
     follower = Follower(job_folder(session, id), offset)
-    # One per stream: the other stream's output may come between the bytes of a character.
+    # One per stream: the other stream's output may come between the bytes of a character, and an offset, too.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
+    for stream, decoder in enumerate(decoders):
+        decoder.decode(follower.before(stream))
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     try:
@@ -1351,10 +1370,10 @@ def follow_job(sock: socket.socket, session: str, id: str, offset: int, stopping
         while not stopping():
             job = read_job(session, id)  # before the output: what an ended job has written is all there
             events, size = [], 0
-            while size < CHUNK_BYTES and (piece := follower.next(job["state"] != "running")):
-                name = ("stdout", "stderr")[piece[0]]
-                events.append(event_bytes(name, decoders[piece[0]].decode(piece[1]), follower.position))
+            while size < CHUNK_BYTES and (piece := follower.next()):
                 size += len(piece[1])
+                if text := decoders[piece[0]].decode(piece[1]):
+                    events.append(event_bytes(("stdout", "stderr")[piece[0]], text, follower.position))
             if not events and job["state"] != "running":
                 for name, decoder in zip(("stdout", "stderr"), decoders, strict=True):
                     if rest := decoder.decode(b"", True):
@@ -1389,15 +1408,13 @@ def post_command(app: App, request: Request, params: Params) -> Answer:
 def post_prompt(app: App, request: Request, params: Params) -> Answer:
     prompt = only_text(request, "prompt", "what the agent is asked")
     engine, session = find_running(params["session"])
-    settings = sandbox.read_settings(session.name)
-    # A template that another hand has broken must end here, not in the check of the whole configuration.
-    template = settings.get("agentPromptCommand")
-    if template is None:
-        template = prompt_template(session, sandbox.session_config(session, settings), settings)
-    if "{prompt}" not in str(template):
+    settings = read_settings(session.name)
+    config = session_config(session, settings)
+    template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
+    if "{prompt}" not in template:
         reason = "lacks the placeholder {prompt}" if template else "has no agentPromptCommand"
         raise WebError("conflict", f"the session {session.name} {reason}", "set agentPromptCommand in its settings")
-    command = insert_prompt(str(template))
+    command = insert_prompt(template)
     shown = {"prompt": prompt, "agent": session.agent if template == PROMPT_COMMANDS.get(session.agent) else ""}
     return json_answer(start_job(engine, session, "prompt", command, shown, {"SANDBOX_PROMPT": prompt}), 201)
 
@@ -1448,7 +1465,7 @@ def get_output(_app: App, request: Request, params: Params) -> Stream:
     def send(sock: socket.socket) -> None:
         follower = Follower(job_folder(job["session"], job["id"]), 0)
         try:
-            while piece := follower.next(True):
+            while piece := follower.next():
                 if wanted in ("", ("stdout", "stderr")[piece[0]]):
                     sock.sendall(piece[1])
         finally:
@@ -1595,7 +1612,7 @@ class Terminal:
         """Start the engine's client on a new PTY, without a line discipline of ours in between."""
         import tty
 
-        config = sandbox.session_config(self.session)
+        config = session_config(self.session)
         env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | sandbox.exec_env(config)
         command = sandbox.SHELL
         if self.run == "agent":

@@ -27,9 +27,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
+
+if TYPE_CHECKING:
+    from service import Service
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = "/usr/bin/python3"
@@ -43,6 +46,8 @@ TIMEOUT_SECONDS = 120.0
 
 TOKEN = f"t{secrets.token_hex(4)}"  # in every name and directory of this test run, to know its containers by
 COUNTER = itertools.count(1)
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by what tests start
 
 Result = subprocess.CompletedProcess[str]
 
@@ -358,3 +363,13 @@ def home(engine: Engine) -> Path:
 def name() -> str:
     """A session name no other test uses."""
     return unique_name()
+
+
+@pytest.fixture
+def service(engine: Engine, home: Path, project: Path) -> "Iterator[Service]":
+    """A running `sandbox serve` with its own home, and a client that is logged in."""
+    from service import Service  # which imports this module
+
+    service = Service(engine)
+    yield service
+    service.end()

@@ -4,11 +4,10 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from browser import DESKTOP, PHONE, Browser, Page, chromium
-from conftest import ROOT, Engine
+from conftest import ROOT
 from service import PASSWORD, Service
 
 # The pages see the service and no engine: what differs between engines is tested at the service's API.
@@ -27,13 +26,6 @@ WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPON
 def browser() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
-
-
-@pytest.fixture
-def service(engine: Engine, home: Path, project: Path) -> Iterator[Service]:
-    service = Service(engine)
-    yield service
-    service.end()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from service import Service, wait_for
 from test_engines import sleeping
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
-
-
-@pytest.fixture
-def service(engine: Engine, project: Path, home: Path) -> Iterator[Service]:
-    service = Service(engine)
-    yield service
-    service.end()
 
 
 def text_of(service: Service, job: object, stream: str = "") -> str:
@@ -96,6 +88,20 @@ def test_bytes_are_kept_as_they_were_and_characters_are_whole(service: Service, 
     path = f"/api/sessions/{name}/jobs/{random['id']}/output"
     digest = hashlib.sha256(service.get(path + "?stream=stdout").body).hexdigest()
     assert text_of(service, random, "stderr").split()[0] == digest
+
+
+@docker_only
+def test_a_stream_is_taken_up_inside_a_character(service: Service, name: str) -> None:
+    """Both streams write characters of four bytes, byte by byte in turn."""
+    service.create(name)
+    smile = [f"\\{byte:03o}" for byte in "😀".encode()] * 2
+    job = service.job(name, " sleep 0.05; ".join(f"printf '{b}'; sleep 0.05; printf '{b}' >&2;" for b in smile))
+    assert service.ended(job)["size"] == 16
+    whole = list(service.events(job))
+    assert [data for kind, data, _ in whole if kind == "stdout"] == ["😀", "😀"]
+    for offset in range(17):
+        rest = [(kind, data) for kind, data, _ in service.events(job, offset)][1:-1]
+        assert rest == [(kind, data) for kind, data, id in whole[1:-1] if id > offset], offset
 
 
 @docker_only
@@ -233,6 +239,45 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
     assert text_of(service, job) == "lo\n"
     stored = service.engine.home / "sessions" / f"{name}.json"
     assert stored.stat().st_mode & 0o777 == 0o600 and json.loads(stored.read_text())["network"] == "none"
+
+
+@docker_only
+def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Service, name: str) -> None:
+    write_config(engine.home, env={"A": "configured", "B": "configured", "C": "configured"})
+    service.create(name)
+    settings = {"env": {"A": "two\nlines", "B": "web"}, "autostart": 'echo "$B" >/tmp/started'}
+    assert service.post(f"/api/sessions/{name}/settings", settings, "PUT").status == 200
+    show = ("-x", 'echo "$A $B $C"')
+    for options, expected in (((), "two\nlines web configured\n"), (("-e", "B=flag"), "two\nlines flag configured\n")):
+        answer = engine.sandbox("run", "-n", name, *options, *show)
+        assert (answer.returncode, answer.stdout) == (0, expected), answer.stderr
+    assert service.post(f"/api/sessions/{name}/stop").status == 200
+    assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0  # starts it, and so the script
+    wait_for(lambda: engine.sandbox("run", "-n", name, "-x", "cat /tmp/started").stdout == "web\n")
+    stored = engine.home / "sessions" / f"{name}.json"
+    stored.write_text("[]")
+    answer = engine.sandbox("run", "-n", name, *show)
+    assert answer.returncode == 1 and str(stored) in answer.stderr and answer.stdout == ""
+
+
+@docker_only
+def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: Service, name: str) -> None:
+    write_config(engine.home, runs={"own": {"agentPromptCommand": "ask {prompt}"}})
+    fields: dict[str, dict[str, str]] = {"agent": {"agent": "codex"}, "own": {"profile": "own"}, "set": {}, "bare": {}}
+    for end, more in fields.items():
+        service.create(f"{name}-{end}", **more)
+    service.post(f"/api/sessions/{name}-set/settings", {"agentPromptCommand": "ask {prompt}"}, "PUT")
+
+    def modes() -> dict[str, bool]:
+        rows = service.get("/api/sessions").json
+        return {row["name"].removeprefix(f"{name}-"): row["agentMode"] for row in rows if row["name"].startswith(name)}
+
+    assert modes() == {"agent": True, "own": True, "set": True, "bare": False}
+    service.post(f"/api/sessions/{name}-agent/settings", {"agentPromptCommand": ""}, "PUT")
+    assert not modes()["agent"]
+    for end in modes():  # what the list says is what a prompt meets
+        reply = service.post(f"/api/sessions/{name}-{end}/prompt", {"prompt": "x"})
+        assert reply.status == (201 if modes()[end] else 409)
 
 
 @docker_only

@@ -3,23 +3,14 @@
 import hashlib
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Engine
 from service import Screen, Service, wait_for
 from test_engines import sleeping
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
-
-
-@pytest.fixture
-def service(engine: Engine, project: Path, home: Path) -> Iterator[Service]:
-    service = Service(engine)
-    yield service
-    service.end()
 
 
 def run(screen: Screen, line: str) -> None:
