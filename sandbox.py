@@ -737,6 +737,8 @@ HINTS = {
     "newuidmap": "install the package uidmap",
     "no subuid ranges": "as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 <user>",
     "not a directory": "give a directory",
+    "is restarting": "its proxy does not start: sandbox net log <name>",
+    'exec: "python3"': "an allowlist needs an image with the proxy: sandbox build",
     "minimum memory": "give more memory",
     "range of cpus": "give fewer CPUs than the machine has",
     "invalid ip": "correct the address",
@@ -1010,6 +1012,7 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 # failed at once and with the engine's own status, lest a command run twice.
 STALE_STATUS = {"docker": {"gone": 1, "stopped": 1}, "podman": {"gone": 125, "stopped": 255}}
 STALE_SECONDS = 3
+KILLED = 137  # an exec whose container ends
 GATE_SECONDS = 10  # that the init of a session waits for its proxy
 
 
@@ -1824,13 +1827,23 @@ def cmd_run(args: argparse.Namespace) -> int:
         raise SandboxError("interrupted", code=130) from None
     start = time.monotonic()
     status = converse(request, engine, session, created)
-    if created and time.monotonic() - start < STALE_SECONDS + GATE_SECONDS and is_stale(engine, session, status):
-        _, out, err = engine.output("logs", session.id).result()
-        remove_session(engine, session)
-        last = (out + err).strip().splitlines()[-3:]
-        raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
-                           "correct the image or the mounts", 125)
+    if created and time.monotonic() - start < STALE_SECONDS + (GATE_SECONDS if session.proxy else 0):
+        check_start(engine, session, status)
     return status
+
+
+def check_start(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError, and remove the session, where its container ended instead of becoming ready."""
+    if status not in (KILLED, *STALE_STATUS[engine.name].values()):
+        return
+    gone, shown, _ = engine.output(*INSPECT, session.id).result()
+    _, out, err = engine.output("logs", session.id).result()
+    if not gone and (shown.split(" ")[2] == "running" or (status == KILLED and "sandbox: " not in out + err)):
+        return
+    remove_session(engine, session)
+    last = (out + err).strip().splitlines()[-3:]
+    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
+                       "correct the image or the mounts", 125)
 
 
 def is_stale(engine: Engine, session: Session, status: int) -> bool:
