@@ -58,6 +58,7 @@ unset SANDBOX_ENV
 [ -z "$SANDBOX_PROXY" ] || {
   export HTTP_PROXY="$SANDBOX_PROXY" HTTPS_PROXY="$SANDBOX_PROXY" NO_PROXY=localhost,127.0.0.1,::1 NODE_USE_ENV_PROXY=1
   export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
+  export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
 }
 exec "$@\""""
 
@@ -1300,6 +1301,19 @@ def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
     return [engine.name, "logs", *options, session.proxy]
 
 
+def refusals(engine: Engine, session: Session, since: float) -> list[str]:
+    """A line for each of the hosts that were refused to a session since a time, the first five; programs hide them."""
+    if not session.proxy:
+        return []
+    import json
+
+    _, out, _ = engine.output(*log_argv(engine, session, "--since", f"{since:.9f}")[1:]).result()
+    entries = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+    denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries if e["verdict"] == "deny")
+    return [f"{session.name} was refused {host} port {port}: {reason}; see: sandbox net log {session.name}"
+            for host, port, reason in list(denied)[:5]]
+
+
 def start_proxy(engine: Engine, session: Session) -> None:
     """Start the proxy of a session, or make it again when somebody has removed it. Raises SandboxError."""
     status, _, err = engine.output("start", session.proxy).result()
@@ -1865,11 +1879,16 @@ def converse(request: Request, engine: Engine, session: Session, created: bool) 
 
 
 def converse_in(request: Request, engine: Engine, session: Session, created: bool) -> int:
+    import time
+
     base = request.base()
     command = compose(base, request.args.agent_args)
     asks = on_terminal() and not request.args.rm_on_exit and bool(created or request.agent or base is SHELL)
     while True:
+        since = time.time()
         status = run_command(engine, session, request, command)
+        for line in refusals(engine, session, since):
+            say(line)
         again = next_command(request, session, command) if asks else None
         if again is None:
             return status
