@@ -2398,6 +2398,13 @@ INIT_SOURCES: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
 }
 
 
+def host_file(path: str) -> str:
+    """Where a file below the home directory is for its agent, which a variable may have told."""
+    folder, _, rest = path.partition("/")
+    moved = os.environ.get({".claude": "CLAUDE_CONFIG_DIR", ".codex": "CODEX_HOME"}.get(folder, ""))
+    return os.path.join(os.path.abspath(moved), rest) if moved else os.path.expanduser(f"~/{path}")
+
+
 def cmd_init(args: argparse.Namespace) -> int:
     """Write a first configuration from the agents' settings on this machine."""
     data = read_config()
@@ -2420,9 +2427,8 @@ def cmd_init(args: argparse.Namespace) -> int:
 def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     """Make the run profile of an agent from what is on this machine; True when there was something."""
     files, names = INIT_SOURCES[agent]
-    home = os.path.expanduser("~")
-    volumes = [":".join([f"{home}/{path}", f"{CONTAINER_HOME}/{path}", *([option] if option else [])])
-               for path, option in files if os.path.isfile(f"{home}/{path}")]
+    volumes = [":".join([host_file(path), f"{CONTAINER_HOME}/{path}", *([option] if option else [])])
+               for path, option in files if os.path.isfile(host_file(path))]
     env = {name: os.environ[name] for name in names if os.environ.get(name)}
     if not volumes and not env:
         return False

@@ -483,6 +483,18 @@ def test_init_makes_a_profile_of_an_agents_settings(tool: Tool, monkeypatch: pyt
     assert list(json.loads(tool.path.read_text())["runs"]) == [agent]
 
 
+@pytest.mark.parametrize(("variable", "file"), [("CODEX_HOME", "auth.json"), ("CLAUDE_CONFIG_DIR", ".credentials.json")])
+def test_init_looks_where_the_agent_was_told_to(
+    tool: Tool, monkeypatch: pytest.MonkeyPatch, variable: str, file: str
+) -> None:
+    put(tool.person / "elsewhere" / file)
+    monkeypatch.setenv(variable, str(tool.person / "elsewhere"))
+    assert tool("init")[0] == 0
+    (agent,) = json.loads(tool.path.read_text())["runs"]
+    volume = tool.show("-r", agent)["volumes"][0]["value"]
+    assert volume == f"{tool.person}/elsewhere/{file}:/home/agent/.{agent}/{file}"
+
+
 def test_init_with_nothing_to_adopt_says_so(tool: Tool) -> None:
     status, _, err = tool("init")
     assert status == 0 and err.startswith("sandbox: nothing ") and tool.show()["env"] == {}
