@@ -70,7 +70,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         program = tmp_path / "bin" / engine
         program.write_text(f"#!/bin/sh\n: >'{tool.called}'\nexit 1\n")
         program.chmod(0o755)
-    ours = ("SANDBOX_RUNTIME", "SANDBOX_SERVER_USER", "SANDBOX_SERVER_PASS", "DOCKER_HOST", "CONTAINER_HOST")
+    ours = ("SANDBOX_RUNTIME", "SANDBOX_SERVER_USER", "SANDBOX_SERVER_PASS", "DOCKER_HOST", "CONTAINER_HOST",
+            "CODEX_HOME", "CLAUDE_CONFIG_DIR")
     for name in (*ours, *(name for _, names in sandbox.INIT_SOURCES.values() for name in names)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SANDBOX_HOME", str(tool.home))
@@ -483,7 +484,9 @@ def test_init_makes_a_profile_of_an_agents_settings(tool: Tool, monkeypatch: pyt
     assert list(json.loads(tool.path.read_text())["runs"]) == [agent]
 
 
-@pytest.mark.parametrize(("variable", "file"), [("CODEX_HOME", "auth.json"), ("CLAUDE_CONFIG_DIR", ".credentials.json")])
+@pytest.mark.parametrize(
+    ("variable", "file"), [("CODEX_HOME", "auth.json"), ("CLAUDE_CONFIG_DIR", ".credentials.json")]
+)
 def test_init_looks_where_the_agent_was_told_to(
     tool: Tool, monkeypatch: pytest.MonkeyPatch, variable: str, file: str
 ) -> None:
