@@ -2,7 +2,8 @@
 
     sandbox run -y c                 Claude Code on the current directory, in a new container
     sandbox run -n demo -- -c        continue the agent's conversation in the container "demo"
-    sandbox ps | rm | build | doctor | init | config | completion
+    sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
+    sandbox ps | rm | net | prune | build | doctor | init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
 ~/.sandbox/env/*.env by convention the env files, static/image/ what goes into the image.
@@ -23,7 +24,7 @@ from contextlib import contextmanager, suppress
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from typing import Any, NoReturn
 
 __version__ = "0.1.0"
@@ -54,6 +55,11 @@ done
 shift 2
 eval "$SANDBOX_ENV"
 unset SANDBOX_ENV
+[ -z "$SANDBOX_PROXY" ] || {
+  export HTTP_PROXY="$SANDBOX_PROXY" HTTPS_PROXY="$SANDBOX_PROXY" NO_PROXY=localhost,127.0.0.1,::1 NODE_USE_ENV_PROXY=1
+  export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
+  export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
+}
 exec "$@\""""
 
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
@@ -308,12 +314,41 @@ def a_command(value: Any) -> str | list[str]:
     raise ValueError(f"{value!r} is neither a command line nor a list of words")
 
 
+def a_rule(value: Any) -> str:
+    """`<host>[:<port>]` in lower case: a name, `*.` and a name, or an address; without a port it means 443 and 80."""
+    import re
+
+    what = "<host>[:<port>]: a name, *.name for what is below it, or an address; no http://, no path"
+    text = a_string(value).lower()
+    text = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
+    label = r"[a-z0-9_]([\w-]*\w)?"
+    found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?", text, re.ASCII)
+    host, port = (canonical_host(found[1]), found.groups()[-1]) if found else ("", None)
+    if not host or int(port or 1) > 65535:
+        raise ValueError(f"{value!r} is not {what}")
+    return f"{host}:{port}" if port else host
+
+
+def canonical_host(host: str) -> str:
+    """A name, or an address written the one way; '' for what is neither, as `127.1` and `0x7f.1`."""
+    if not host.startswith("[") and not host.rpartition(".")[2][:1].isdigit():
+        return host if len(host) < 254 else ""
+    import ipaddress
+
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host.strip("[]"))
+        return f"[{address}]" if address.version == 6 else str(address)
+    return ""
+
+
 def a_network(value: Any) -> Any:
-    """`open`, `none`, `host`, or an object with the key `allow`: a list of hosts."""
-    if isinstance(value, dict) and list(value) == ["allow"] and isinstance(value["allow"], list):
-        return {"allow": [a_word(host) for host in value["allow"]]}
+    """`open`, `none`, `host`, or an object with the keys `allow` and, where some are meant, `deny`: lists of hosts."""
+    if isinstance(value, dict) and "allow" in value and not set(value) - {"allow", "deny"}:
+        lists = {key: [a_rule(rule) for rule in rules] for key, rules in value.items() if isinstance(rules, list)}
+        if len(lists) == len(value):
+            return {key: list(dict.fromkeys(rules)) for key, rules in lists.items() if rules or key == "allow"}
     if value not in ("open", "none", "host"):
-        raise ValueError(f'{value!r} is not open, none, host, or {{"allow": ["<host>"]}}')
+        raise ValueError(f'{value!r} is not open, none, host, or {{"allow": ["<host>[:<port>]"]}}')
     return value
 
 
@@ -370,10 +405,11 @@ def check_value(key: str, value: Any) -> Any:
 
 
 class Layer:
-    """Checked values of one origin; `where` names the place of a key, as a prefix or from a table."""
+    """Checked values of one origin; `where` names the place of a key, as a prefix or, for flags, from a table."""
 
     def __init__(self, values: Mapping[str, Any], where: str | Mapping[str, str], code: int = 1) -> None:
         self.where = where
+        self.extends = not isinstance(where, str)  # flags add to an allowlist
         self.values: dict[str, Any] = {}
         for key, value in values.items():
             if key not in KEYS:
@@ -400,8 +436,18 @@ def merge(layers: Sequence[Layer]) -> dict[str, list[tuple[Any, str]]]:
             if key in LISTS:
                 merged.setdefault(key, []).extend((item, layer.source(key)) for item in value)
             elif key != "env":
+                below = merged[key][-1][0] if key == "network" and layer.extends and key in merged else None
+                value = with_rules(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
                 merged[key] = [(value, layer.source(key))]
     return merged
+
+
+def with_rules(network: Mapping[str, list[str]], more: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """An allowlist with more rules: what is allowed is no longer denied, and the other way round."""
+    allow, deny = ([*network.get(key, ()), *more.get(key, ())] for key in ("allow", "deny"))
+    rules: dict[str, list[str]] = a_network({"allow": [rule for rule in allow if rule not in more.get("deny", ())],
+                                             "deny": [rule for rule in deny if rule not in more.get("allow", ())]})
+    return rules
 
 
 def merge_env(layers: Sequence[Layer],
@@ -512,7 +558,7 @@ def environ_layer(names: Mapping[str, str]) -> Layer:
 
 def load_config(flags: Layer, profile: str | None = None, session: Sequence[Layer] = (),
                 data: Mapping[str, Any] | None = None) -> Config:
-    """Resolve all layers; `session` is what session_layers() says of an existing one."""
+    """Resolve all layers; `session` are those of an existing one: see session_config()."""
     data = read_config() if data is None else data
     defaults: dict[str, Any] = {"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, "pidsLimit": PIDS_LIMIT,
                                 "network": "open", "serverUser": "admin"}
@@ -583,10 +629,10 @@ def end_on_signals() -> None:
             signal.signal(number, end)
 
 
-def call(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
-    """Run argv with its output on our stderr. Raises SandboxError when there is no such program."""
+def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int = 2) -> int:
+    """Run argv with its output on our stderr, or `output`. Raises SandboxError when there is no such program."""
     try:
-        return status_of(spawn(argv, env=env, fds={1: 2}))
+        return status_of(spawn(argv, env=env, fds={1: output}))
     except FileNotFoundError:
         raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}") from None
 
@@ -692,6 +738,8 @@ HINTS = {
     "newuidmap": "install the package uidmap",
     "no subuid ranges": "as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 <user>",
     "not a directory": "give a directory",
+    "is restarting": "its proxy does not start: sandbox net log <name>",
+    'exec: "python3"': "an allowlist needs an image with the proxy: sandbox build",
     "minimum memory": "give more memory",
     "range of cpus": "give fewer CPUs than the machine has",
     "invalid ip": "correct the address",
@@ -918,6 +966,10 @@ class Session:
         self.name, self.state, self.labels, self.id = name, state, labels, id
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
         self.profile, self.agent = labels.get("sandbox.profile", ""), labels.get("sandbox.agent", "")
+        # its proxy and the volume that the two share, '' for a network without an allowlist
+        proxied = labels.get("sandbox.network") == "allow"
+        self.proxy = f"sandbox-proxy-{labels.get('sandbox.session')}" if proxied else ""
+        self.volume = self.proxy.replace("proxy", "net")
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What it was created from, and the settings that came from flags or name its agent."""
@@ -949,6 +1001,9 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
     if "sandbox.session" not in session.labels:
         raise SandboxError(f"the container {name} exists and is not a sandbox session",
                            "choose another name with -n", 125)
+    if "sandbox.proxy" in session.labels:
+        raise SandboxError(f"{name} is the proxy of the session {session.labels['sandbox.proxy']}",
+                           "name the session, not its proxy", 125)
     remember(engine, session)
     return engine, session
 
@@ -958,6 +1013,8 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 # failed at once and with the engine's own status, lest a command run twice.
 STALE_STATUS = {"docker": {"gone": 1, "stopped": 1}, "podman": {"gone": 125, "stopped": 255}}
 STALE_SECONDS = 3
+KILLED = 137  # an exec whose container ends
+GATE_SECONDS = 10  # that the init of a session waits for its proxy
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1006,16 +1063,21 @@ def spec_of(config: Config) -> dict[str, Any]:
 
 
 def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
-    """A line for everything in which a container differs from what is asked for now."""
+    """A line for everything in which a container differs from what is asked for now; rules need no new container."""
     lines = []
     for key, value in want.items():
         old = have.get(key)
         if isinstance(value, list):
             lines += [f"{key}: it lacks {item}" for item in value if item not in (old or [])]
             lines += [f"{key}: it has {item}, which is no longer asked for" for item in old or [] if item not in value]
-        elif value != old:
-            lines.append(f"{key}: it has {old or 'none'}, asked for is {value or 'none'}")
+        elif value != old and not (isinstance(old, dict) and isinstance(value, dict)):
+            lines.append(f"{key}: it has {shown(old)}, asked for is {shown(value)}")
     return lines
+
+
+def shown(value: Any) -> str:
+    """A value of a specification in words."""
+    return "an allowlist" if isinstance(value, dict) else str(value or "none")
 
 
 FLAG_KEYS = ("imageName", "imageVersion", "containerPath", "volumes", "ports", "memory", "cpus", "pidsLimit", "network")
@@ -1038,6 +1100,7 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
     return {
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
+        "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
         "sandbox.created": json.dumps({"spec": spec, "flags": kept}, separators=(",", ":")),
     }
 
@@ -1059,7 +1122,8 @@ def create_argv(engine: Engine, name: str, spec: Mapping[str, Any], labels: Mapp
     argv += ["--http-proxy=false"] if engine.name == "podman" else []
     for key, flag in (("pidsLimit", "--pids-limit"), ("memory", "--memory"), ("cpus", "--cpus")):
         argv += [flag, str(spec[key])] if spec[key] else []
-    argv += ["--network", spec["network"]] if spec["network"] != "open" else []
+    network = "none" if isinstance(spec["network"], dict) else spec["network"]
+    argv += ["--network", network] if network != "open" else []
     for port in spec["ports"]:
         argv += ["--publish", port]
     for key, value in labels.items():
@@ -1067,6 +1131,8 @@ def create_argv(engine: Engine, name: str, spec: Mapping[str, Any], labels: Mapp
     argv += mount_argv(spec["sources"][0], spec["workdir"])
     for source, volume in zip(spec["sources"][1:], spec["volumes"], strict=True):
         argv += mount_argv(source, *volume.split(":")[1:])
+    if volume := Session(name, "", labels).volume:
+        argv += ["--volume", f"{volume}:{NET_DIRECTORY}:ro", "-e", f"SANDBOX_PROXY={PROXY_URL}"]
     user = labels["sandbox.user"].split(":")
     return [*argv, "--entrypoint", "sh", spec["image"], "-c", asset("session/init.sh").decode(), "sandbox", *user]
 
@@ -1109,26 +1175,29 @@ SYSTEM_DIRECTORIES = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/
 
 def check_spec(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when parts of a specification do not go together."""
-    if isinstance(spec["network"], dict):
-        raise SandboxError("network: a list of allowed hosts is not available yet", "use open, none or host", 125)
     if spec["ports"] and spec["network"] != "open":
-        raise SandboxError(f"ports cannot be published with network {spec['network']}", "use --net open or no -p", 125)
+        raise SandboxError(f"ports cannot be published with {shown(spec['network'])} as network",
+                           "use --net open or no -p", 125)
     for target in (spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])):
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}", "choose another path (--cp, -v)", 125)
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer) -> tuple[Engine, Session]:
-    """Create and start a session; what a failed attempt left is removed. Raises SandboxError."""
+    """Create and start a session and its proxy; what a failed attempt left is removed. Raises SandboxError."""
     spec = spec_of(config)
     engine, rootless = pick_engine(engines)
     labels = labels_of(config, flags, spec, container_user(rootless))
+    session = Session(name, "running", labels)
     status = 1
     try:
+        proxy = Output(proxy_argv(engine, session, spec)) if session.proxy else None
         status, out, err = Output(create_argv(engine, name, spec, labels)).result()
+        if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
+            status, out, err = ended
     finally:
         if status:
-            remove_leftover(engine, name, labels["sandbox.session"])
+            remove_leftover(engine, session)
     if status and "already in use" in err and "name" in err.lower():
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and diagnose(err) == "image":
@@ -1138,7 +1207,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     limits = [key for key in ("memory", "cpus", "pidsLimit") if config.source(key) not in ("", "default")]
     if limits and err.strip():
         say(err.strip())  # the engine cannot keep them
-    session = Session(name, "running", labels, out.strip())
+    session.id = out.strip()
     remember(engine, session)
     return engine, session
 
@@ -1149,11 +1218,12 @@ def container_user(rootless: bool) -> str:
     return "0:0" if rootless else f"{os.getuid()}:{own_group}"
 
 
-def remove_leftover(engine: Engine, name: str, session_id: str) -> None:
-    """Remove the container of a failed creation, and no other that has its name."""
-    status, out, _ = engine.output(*INSPECT, name).result()
-    if not status and f'"sandbox.session":"{session_id}"' in out:
-        engine.output("rm", "-f", "-v", name).result()
+def remove_leftover(engine: Engine, session: Session) -> None:
+    """Remove the containers of a failed creation, and no other that has the name."""
+    status, out, _ = engine.output(*INSPECT, session.name).result()
+    if not status and f'"sandbox.session":"{session.labels["sandbox.session"]}"' in out:
+        engine.output("rm", "-f", "-v", session.name).result()
+    remove_proxy(engine, session)
 
 
 def started(engine: Engine, session: Session) -> Session:
@@ -1166,6 +1236,8 @@ def started(engine: Engine, session: Session) -> Session:
         if any(os.path.realpath(path) != path for path in have.get("sources", ())):
             raise SandboxError(f"a mount of {session.name} now leads through a link to another place",
                                f"look at its mounted paths, then: sandbox rm {session.name}", 125)
+        if session.proxy:
+            start_proxy(engine, session)
         engine.ask("start", session.name)
         session.state = "running"
     return session
@@ -1176,6 +1248,8 @@ def stopped(engine: Engine, session: Session) -> Session:
     if session.state == "running":
         engine.ask("stop", "-t", "5", session.name)
         session.state = "exited"
+        if session.proxy:
+            engine.output("stop", "-t", "5", session.proxy).result()
     return session
 
 
@@ -1185,6 +1259,84 @@ def missing_image(engine: Engine, config: Config) -> EngineProblem:
     remedy = Remedy([["sandbox", "build", "--rt", engine.name, "--iv", version, *name]],
                     lambda: build_image(engine, config))
     return EngineProblem("image", f"{engine.name} has no image {config.image}", remedy)
+
+
+# --- Network ---
+# A session with an allowlist has no network but its own loopback. Its init makes the listening socket of the proxy
+# there and hands it to the proxy's container over a volume that the two share: see static/image/proxy.py.
+
+NET_DIRECTORY = "/run/sandbox-net"
+PROXY_URL = "http://127.0.0.1:3128"
+PROXY_PROGRAM = "/usr/local/lib/sandbox/proxy.py"
+PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
+
+
+def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> list[str]:
+    """The engine call that starts the proxy of a session, from the same image, on the engine's default network."""
+    import json
+
+    argv = [engine.name, "run", "-d", "--pull", "never", "--name", session.proxy, "--user", "0:0", "--workdir", "/",
+            "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--restart", "on-failure",
+            "--pids-limit", "1024", *PROXY_LOG, "--volume", f"{session.volume}:{NET_DIRECTORY}"]
+    argv += ["--http-proxy=false"] if engine.name == "podman" else []
+    for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
+        argv += ["--label", f"sandbox.{key}={value}"]
+    argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e", f"SANDBOX_RULES={json.dumps(spec['network'])}"]
+    return [*argv, "--entrypoint", "python3", spec["image"], PROXY_PROGRAM, "serve"]
+
+
+def set_argv(session: Session, network: Any) -> list[str]:
+    """The engine's arguments that give the proxy its rules."""
+    import json
+
+    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, "python3", PROXY_PROGRAM, "set"]
+
+
+def set_rules(engine: Engine, session: Session, network: Any) -> None:
+    """Put the rules in force, with the proxy started where it is not running. Raises SandboxError."""
+    if engine.output(*set_argv(session, network)).result()[0]:
+        start_proxy(engine, session)
+        engine.ask(*set_argv(session, network))
+
+
+def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
+    """The engine call that prints the decisions of a session's proxy, a JSON object per line."""
+    return [engine.name, "logs", *options, session.proxy]
+
+
+def refusals(engine: Engine, session: Session, since: float) -> list[str]:
+    """A line for each of the hosts that were refused to a session since a time, the first five; programs hide them."""
+    if not session.proxy:
+        return []
+    import json
+
+    _, out, _ = engine.output(*log_argv(engine, session, "--since", f"{since:.9f}")[1:]).result()
+    entries = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+    denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries if e["verdict"] == "deny")
+    return [f"{session.name} was refused {host} port {port}: {reason}; see: sandbox net log {session.name}"
+            for host, port, reason in list(denied)[:5]]
+
+
+def start_proxy(engine: Engine, session: Session) -> None:
+    """Start the proxy of a session, or make it again when somebody has removed it. Raises SandboxError."""
+    status, _, err = engine.output("start", session.proxy).result()
+    if status and "no such container" in err.lower():
+        status, _, err = Output(proxy_argv(engine, session, session.created()[0])).result()
+    if status:
+        raise failure(engine.name, err)
+
+
+def remove_proxy(engine: Engine, session: Session) -> None:
+    """Remove the proxy of a session and the volume they shared, as far as they are there."""
+    if session.proxy:
+        engine.output("rm", "-f", "-v", session.proxy).result()
+        engine.output("volume", "rm", session.volume).result()
+
+
+def network_of(session: Session, config: Config) -> Any:
+    """The rules that hold for a session with an allowlist: configured now, or those it was created with."""
+    network = config.get("network")
+    return network if isinstance(network, dict) else session.created()[0]["network"]
 
 
 # --- Commands in a session ---
@@ -1225,10 +1377,7 @@ class Request:
         have, _ = session.created()
         if session.user.split(":")[0] not in ("0", str(os.getuid())):
             raise SandboxError(f"the session {session.name} is another user's", "choose another name with -n", 125)
-        profile = self.args.profile
-        if profile is None and session.profile in data.get("runs", {}):
-            profile = session.profile
-        self.config = load_config(self.flags, profile, session_layers(session, read_settings(session.name)), data)
+        self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
         if self.config.source("hostPath") == "default":
             if within(self.spec["directory"], have["directory"]) is None:
@@ -1503,7 +1652,7 @@ def record(argv: Sequence[str], recorder: Recorder) -> int:
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
 IMAGE_FILES = ("claude-settings.json", "claude.json", "codex.sh", "codex.toml", "dpkg.cfg", "gemini-settings.json",
-               "gitconfig", "install-tools", "sudo.pam", "sudoers", "tools.txt")
+               "gitconfig", "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
@@ -1634,13 +1783,29 @@ def open_session(request: Request) -> tuple[Engine, Session, bool]:
     if request.session:
         engine, fresh = request.engines[0], request.session.state == "exited"  # "created": another run starts it
         session = started(engine, request.session)
+        put_rules(engine, session, request, True)
     else:
         engine, session = create_session(request.engines, request.name, request.config, request.flags)
+        forget_files(session.name)  # an earlier session's
         fresh = True
     autostart = autostart_argv(engine, session, request) if fresh else []
     if autostart and call(autostart, {**os.environ, "SANDBOX_ENV": env_script(request.env)}):
         say("the autostart script could not be started")
     return engine, session, not request.session
+
+
+def put_rules(engine: Engine, session: Session, request: Request, start: bool) -> bool:
+    """Put an existing session's rules in force; those that --allow has added stay. False where its proxy is down."""
+    if not session.proxy:
+        return True
+    network = network_of(session, request.config)
+    if start:
+        set_rules(engine, session, network)
+    elif engine.output(*set_argv(session, network)).result()[0]:
+        return False
+    if isinstance(request.flags.values.get("network"), dict):
+        write_settings(session.name, read_settings(session.name) | {"network": network})
+    return True
 
 
 def autostart_argv(engine: Engine, session: Session, request: Request) -> list[str]:
@@ -1660,7 +1825,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
     try:
         request = with_remedies(lambda: Request(args, look=on_terminal() or args.rm_on_exit), args.yes)
-        if not request.looked and request.session:
+        if not request.looked and request.session and put_rules(request.engines[0], request.session, request, False):
             start = time.monotonic()
             status = converse(request, request.engines[0], request.session, False)
             if time.monotonic() - start > STALE_SECONDS or not is_stale(request.engines[0], request.session, status):
@@ -1679,19 +1844,27 @@ def cmd_run(args: argparse.Namespace) -> int:
         raise SandboxError("interrupted", code=130) from None
     start = time.monotonic()
     status = converse(request, engine, session, created)
-    if created and time.monotonic() - start < STALE_SECONDS and is_stale(engine, session, status):
-        _, out, err = engine.output("logs", session.id).result()
-        remove_session(engine, session)
-        last = (out + err).strip().splitlines()[-3:]
-        raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
-                           "correct the image or the mounts", 125)
+    if created and time.monotonic() - start < STALE_SECONDS + (GATE_SECONDS if session.proxy else 0):
+        check_start(engine, session, status)
     return status
+
+
+def check_start(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError, and remove the session, where its container ended instead of becoming ready."""
+    if status not in (KILLED, *STALE_STATUS[engine.name].values()):
+        return
+    gone, shown, _ = engine.output(*INSPECT, session.id).result()
+    _, out, err = engine.output("logs", session.id).result()
+    if not gone and (shown.split(" ")[2] == "running" or (status == KILLED and "sandbox: " not in out + err)):
+        return
+    remove_session(engine, session)
+    last = (out + err).strip().splitlines()[-3:]
+    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
+                       "correct the image or the mounts", 125)
 
 
 def is_stale(engine: Engine, session: Session, status: int) -> bool:
     """Whether an exec can have ended with this status because there was no such container, or it was stopped."""
-    if status not in STALE_STATUS[engine.name].values():
-        return False
     if status not in STALE_STATUS[engine.name].values():
         return False
     gone, out, _ = engine.output(*INSPECT, session.id).result()
@@ -1709,11 +1882,16 @@ def converse(request: Request, engine: Engine, session: Session, created: bool) 
 
 
 def converse_in(request: Request, engine: Engine, session: Session, created: bool) -> int:
+    import time
+
     base = request.base()
     command = compose(base, request.args.agent_args)
     asks = on_terminal() and not request.args.rm_on_exit and bool(created or request.agent or base is SHELL)
     while True:
+        since = time.time()
         status = run_command(engine, session, request, command)
+        for line in refusals(engine, session, since):
+            say(line)
         again = next_command(request, session, command) if asks else None
         if again is None:
             return status
@@ -1761,6 +1939,7 @@ def remove_container(engine: Engine, session: Session) -> None:
     status, _, err = engine.output("rm", "-f", "-v", session.id or session.name).result()
     if status and "no such container" not in err.lower():
         raise failure(engine.name, err)
+    remove_proxy(engine, session)
 
 
 def settings_path(name: str) -> str:
@@ -1768,12 +1947,12 @@ def settings_path(name: str) -> str:
 
 
 def read_settings(name: str) -> dict[str, Any]:
-    """The settings made for a session in the web UI. Raises SandboxError for a file that is not what we wrote."""
+    """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
+    import json
+
     path = settings_path(name)
     try:
         with open(path, encoding="utf-8") as file:
-            import json
-
             data = json.load(file)
     except FileNotFoundError:
         return {}
@@ -1784,12 +1963,28 @@ def read_settings(name: str) -> dict[str, Any]:
     return data
 
 
-def session_layers(session: Session, settings: Mapping[str, Any]) -> list[Layer]:
-    """What an existing session says of itself: the flags of its creation, then its settings."""
+def write_settings(name: str, settings: Mapping[str, Any]) -> None:
+    import json
+
+    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
+    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
+    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
+                 f"{settings_path(name)}: ")
+
+
+def session_config(session: Session, settings: Mapping[str, Any] | None = None, flags: Layer | None = None,
+                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
+    """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
+    data = read_config() if data is None else data
+    settings = read_settings(session.name) if settings is None else settings
+    if profile is None and session.profile in data.get("runs", {}):
+        profile = session.profile
     _, kept = session.created()
-    later = {key: value for key, value in settings.items() if key != "agentPromptCommand"}  # '' is the web's own
-    return [Layer(kept, dict.fromkeys(kept, f"container {session.name}")),
-            Layer(later, f"{settings_path(session.name)}: ")]
+    created = Layer(kept, dict.fromkeys(kept, f"container {session.name}"))
+    return load_config(flags or Layer({}, {}), profile, [created, settings_layer(session.name, settings)], data)
 
 
 def jobs_path(name: str) -> str:
@@ -1828,32 +2023,52 @@ def cmd_rm(args: argparse.Namespace) -> int:
     return status
 
 
-PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory")
+PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
+ID_LABELS = ("sandbox.session", "sandbox.proxy")
 PS_ARGS = ("ps", "-a", "--filter", "label=sandbox.session", "--format")
 PS_DOCKER = (
     '{"Names":[{{json .Names}}],"State":{{json .State}},"Image":{{json .Image}},"CreatedAt":{{json .CreatedAt}},'
-    '"Labels":{' + ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}' for label in PS_LABELS) + "}}"
+    '"Labels":{' + ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}' for label in PS_LABELS + ID_LABELS) + "}}"
 )
 
 
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
-    """All sessions, with one call: name, state, agent, profile, image, directory, created (ISO 8601), runtime."""
+    """All sessions, with one call: name, state, agent, profile, image, directory, network, created (ISO 8601), runtime.
+
+    The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
+    """
+    engine, rows = list_containers(engines)
+    running = {row["Labels"]["sandbox.session"] for row in rows if is_proxy(row) and row["State"] == "running"}
+    return sorted((session_row(engine.name, row, running) for row in rows if not is_proxy(row)),
+                  key=lambda row: row["name"])
+
+
+def is_proxy(row: Mapping[str, Any]) -> bool:
+    return bool(row["Labels"].get("sandbox.proxy"))
+
+
+def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, Any]]]:
+    """The containers that carry our labels, sessions and proxies, as the engine shows them."""
     formats = {"docker": PS_DOCKER, "podman": "json"}
     engine, status, out, err = first_answer(engines, lambda e: e.output(*PS_ARGS, formats[e.name]))
     if status:
         raise failure(engine.name, err)
     import json
 
-    rows = json.loads(out or "[]") if engine.name == "podman" else [json.loads(line) for line in out.splitlines()]
-    return sorted((session_row(engine.name, row) for row in rows), key=lambda row: row["name"])
+    podman = engine.name == "podman"
+    return engine, json.loads(out or "[]") if podman else [json.loads(line) for line in out.splitlines()]
 
 
-def session_row(runtime: str, row: Mapping[str, Any]) -> dict[str, str]:
+def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
+    """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
     labels = row["Labels"]
-    return {
+    result = {
         "name": row["Names"][0], "state": row["State"], **{label[8:]: labels.get(label, "") for label in PS_LABELS},
         "image": row["Image"], "created": iso_time(row), "runtime": runtime,
     }
+    if result["network"] == "allow" and row["State"] == "running" and labels["sandbox.session"] not in proxies:
+        result["network"] = "cut"
+    return result
 
 
 def iso_time(row: Mapping[str, Any]) -> str:
@@ -1888,12 +2103,99 @@ def printable(text: str) -> str:
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    columns = ("name", "state", "agent", "profile", "image", "created", "directory")
+    columns = ("name", "state", "agent", "profile", "network", "image", "created", "directory")
     short = [{**row, "created": row["created"].replace("T", " ")[:16]} for row in rows]
     table = [[c.upper() for c in columns], *([printable(row[c]) or "-" for c in columns] for row in short)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def cmd_net(args: argparse.Namespace) -> int:
+    """Show or change what a session with an allowlist may reach."""
+    engines = candidates(load_config(flags_layer(args)))
+    engine, session = find_session(engines, Layer({"containerName": args.session}, "net: ").values["containerName"])
+    if session is None:
+        raise SandboxError(f"there is no container {args.session}", "sandbox ps lists them")
+    if not session.proxy:
+        raise SandboxError(f"{session.name} has no allowlist: its network is {session.labels.get('sandbox.network')}",
+                           "create it with --allow HOST")
+    if bool(args.hosts) != (args.action in ("allow", "deny", "check")):
+        raise SandboxError(f"net {args.action} takes {'no hosts' if args.hosts else 'hosts'}", code=2)
+    if args.action == "log":
+        return call(log_argv(engine, session, *(["-f"] if args.follow else [])), output=1)
+    if args.action == "show":
+        import json
+
+        print(json.dumps(network_of(session, session_config(session)), indent=2))
+        return 0
+    if args.action == "check":
+        set_rules(engine, session, network_of(session, session_config(session)))
+        return max(check_host(engine, session, host) for host in args.hosts)
+    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, {"network": args.action}, 2).values["network"]
+    change_rules(engine, session, rules)
+    return 0
+
+
+def check_host(engine: Engine, session: Session, host: str) -> int:
+    """Print the proxy's decision about a host; 0 when it is allowed."""
+    status, out, err = engine.output("exec", session.proxy, "python3", PROXY_PROGRAM, "check", host).result()
+    if not out:
+        raise failure(engine.name, err)
+    print(out, end="")
+    return status
+
+
+def change_rules(engine: Engine, session: Session, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
+    settings = read_settings(session.name)
+    network = with_rules(network_of(session, session_config(session, settings)), rules)
+    write_settings(session.name, settings | {"network": network})
+    if session.state == "running":
+        set_rules(engine, session, network)
+    return network
+
+
+def cmd_prune(args: argparse.Namespace) -> int:
+    """Remove what a crash or a power cut has left: proxies and volumes without a session, half-written files."""
+    config = load_config(flags_layer(args))
+    met, silent = 0, candidates(config)
+    for engine in silent:
+        with suppress(EngineProblem):
+            prune_engine(engine, args.dry_run)
+            met += 1
+    if not met:
+        pick_engine(silent)  # which says why
+    for path in half_written():
+        print(path)
+        if not args.dry_run:
+            os.unlink(path)
+    return 0
+
+
+def prune_engine(engine: Engine, dry_run: bool) -> None:
+    """Remove the proxies and volumes of an engine whose session is gone, and print their names."""
+    _, rows = list_containers([engine])
+    ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
+    proxies = [row["Names"][0] for row in rows if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
+    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
+    volumes = [volume for volume in volumes if volume.removeprefix("sandbox-net-") not in ids]
+    for kind, names in (([], proxies), (["volume"], volumes)):
+        for name in names:
+            print(name)
+            if not dry_run:
+                engine.output(*kind, "rm", "-f", name).result()
+
+
+def half_written() -> list[str]:
+    """The temporary files of write_private() that nobody is going to rename."""
+    import re
+    import time
+
+    folders = [sandbox_home(), *(os.path.join(sandbox_home(), folder) for folder in ("env", "known", "sessions"))]
+    entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
+    return sorted(entry.path for entry in entries if re.fullmatch(r".+\.(json\.?|env\.)[0-9a-f]{10}", entry.name)
+                  and time.time() - entry.stat().st_mtime > 60)
 
 
 def cmd_config(args: argparse.Namespace) -> int:
@@ -1922,12 +2224,17 @@ def show_command(args: argparse.Namespace) -> int:
     request = Request(args, look=True)
     if request.session:
         engine, session = request.engines[0], request.session
-        lines = [] if session.state == "running" else [quote_all([engine.name, "start", session.name]) + " >/dev/null"]
+        calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
+        if session.proxy:
+            rules = set_argv(session, network_of(session, request.config))
+            calls = [*([[engine.name, "start", session.proxy]] if calls else []), *calls, [engine.name, *rules]]
     else:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
-        lines = [quote_all(create_argv(engine, request.name, request.spec, labels)) + " >/dev/null"]
+        calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
+        calls.append(create_argv(engine, request.name, request.spec, labels))
+    lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
     size = os.get_terminal_size(0) if terminal else None
     argv = exec_argv(engine, session, request.workdir(), random_id(), compose(request.base(), args.agent_args),
@@ -1935,13 +2242,16 @@ def show_command(args: argparse.Namespace) -> int:
     env = (terminal_env() if terminal else {}) | request.env
     masked = [name for name, value in env.items() if is_secret(name, value)] if not args.reveal else []
     script = quote_all([env_script({name: MASK if name in masked else value for name, value in env.items()})])
-    if lines and (autostart := autostart_argv(engine, session, request)):
+    fresh = not request.session or session.state != "running"
+    if fresh and (autostart := autostart_argv(engine, session, request)):
         lines.append(f"SANDBOX_ENV={script} {quote_all(autostart)}")
     lines.append(f"SANDBOX_ENV={script} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
     if args.rm_on_exit:
-        lines.append(quote_all([engine.name, "rm", "-f", "-v", session.name]) + " >/dev/null")
+        lines.append(quote_all([engine.name, "rm", "-f", "-v", session.name, *filter(None, [session.proxy])])
+                     + " >/dev/null")
+        lines += [quote_all([engine.name, "volume", "rm", session.volume]) + " >/dev/null"] if session.proxy else []
     print("\n".join(lines))
     return 0
 
@@ -2091,6 +2401,13 @@ INIT_SOURCES: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
 }
 
 
+def host_file(path: str) -> str:
+    """Where a file below the home directory is for its agent, which a variable may have told."""
+    folder, _, rest = path.partition("/")
+    moved = os.environ.get({".claude": "CLAUDE_CONFIG_DIR", ".codex": "CODEX_HOME"}.get(folder, ""))
+    return os.path.join(os.path.abspath(moved), rest) if moved else os.path.expanduser(f"~/{path}")
+
+
 def cmd_init(args: argparse.Namespace) -> int:
     """Write a first configuration from the agents' settings on this machine."""
     data = read_config()
@@ -2113,9 +2430,8 @@ def cmd_init(args: argparse.Namespace) -> int:
 def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     """Make the run profile of an agent from what is on this machine; True when there was something."""
     files, names = INIT_SOURCES[agent]
-    home = os.path.expanduser("~")
-    volumes = [":".join([f"{home}/{path}", f"{CONTAINER_HOME}/{path}", *([option] if option else [])])
-               for path, option in files if os.path.isfile(f"{home}/{path}")]
+    volumes = [":".join([host_file(path), f"{CONTAINER_HOME}/{path}", *([option] if option else [])])
+               for path, option in files if os.path.isfile(host_file(path))]
     env = {name: os.environ[name] for name in names if os.environ.get(name)}
     if not volumes and not env:
         return False
@@ -2187,6 +2503,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "imageBuildArgs": ("--iba --image-build-arg", REPEATED | {"metavar": "NAME=VALUE", "help": "build argument, for "
                        "example TOOL=common, TOOL=full, TOOL=go,rust; repeatable"}),
     "network": ("--net --network", {"metavar": "MODE", "help": "open, none or host"}),
+    "allow": ("--allow", REPEATED | {"metavar": "HOST[:PORT]", "help": "a host that it may reach, and no other than "
+                                     "those; *.NAME for all below it; repeatable"}),
+    "action": ("", {"choices": ("log", "show", "allow", "deny", "check"),
+                    "help": "log: what was asked for; show: the rules; allow, deny: change them; check: try a host"}),
+    "session": ("", {"metavar": "NAME", "help": "container name"}),
+    "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
+    "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
+    "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
     "memory": ("--memory", {"metavar": "SIZE", "help": "memory limit, for example 4g"}),
     "cpus": ("--cpus", {"metavar": "NUMBER", "help": "CPU limit, for example 1.5"}),
     "pidsLimit": ("--pids-limit", {"metavar": "COUNT", "help": f"limit of processes; default: {PIDS_LIMIT}"}),
@@ -2212,7 +2536,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "yes": ("--yes", FLAG | {"help": "apply remedies (install, start, build) without asking"}),
 }
 RUN_OPTIONS = ("profile yolo command containerName hostPath containerPath volumes ports env envFile imageVersion"
-               " imageName network memory cpus pidsLimit allow_engine_socket rm_on_exit runtime yes")
+               " imageName network allow memory cpus pidsLimit allow_engine_socket rm_on_exit runtime yes")
 
 
 def flags_layer(args: argparse.Namespace) -> Layer:
@@ -2220,9 +2544,14 @@ def flags_layer(args: argparse.Namespace) -> Layer:
     values = {key: getattr(args, key) for key in KEYS if getattr(args, key, None) not in (None, [])}
     if "env" in values:
         values["env"] = env_flags(values["env"])
+    if getattr(args, "allow", None):
+        if "network" in values:
+            raise SandboxError(f"--allow does not go together with --net {values['network']}", "keep one of them", 2)
+        values["network"] = {"allow": args.allow}
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
-    return Layer(values, {key: flags.split()[0] for key, (flags, _) in OPTIONS.items() if flags}, 2)
+    where = {key: flags.split()[0] for key, (flags, _) in OPTIONS.items() if flags}
+    return Layer(values, where | ({"network": "--allow"} if getattr(args, "allow", None) else {}), 2)
 
 
 def env_flags(items: Sequence[str]) -> dict[str, str]:
@@ -2280,7 +2609,7 @@ def complete(words: Sequence[str]) -> list[str]:
         return list(SHORTCUTS)
     if before in ("-r", "--run"):
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]  # a shell expands what it gets
-    if before in ("-n", "--name") or command == "rm":
+    if before in ("-n", "--name") or command == "rm" or (command == "net" and len(words) == 3):
         return [row["name"] for row in list_sessions(candidates(load_config(Layer({}, ""))))]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
@@ -2296,6 +2625,8 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS, cmd_run),
     "ps": ("list sessions", "json quiet runtime", cmd_ps),
     "rm": ("remove containers", "names runtime", cmd_rm),
+    "net": ("show or change what a session may reach", "action session hosts follow runtime", cmd_net),
+    "prune": ("remove what a crash or a power cut has left", "dry_run runtime", cmd_prune),
     "build": ("build the image", "imageVersion imageName imageBuildArgs update_agents profile runtime yes", cmd_build),
     "config": ("print the effective configuration, or what run would execute", f"what {RUN_OPTIONS} reveal",
                cmd_config),

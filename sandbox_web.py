@@ -44,7 +44,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import sandbox
-from sandbox import Config, Engine, EngineProblem, Layer, SandboxError, Session, read_settings
+from sandbox import (
+    Config,
+    Engine,
+    EngineProblem,
+    Layer,
+    SandboxError,
+    Session,
+    read_settings,
+    session_config,
+    write_settings,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -879,19 +889,6 @@ def find_running(name: str) -> tuple[Engine, Session]:
 SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
 
 
-def write_settings(name: str, settings: Mapping[str, Any]) -> None:
-    sandbox.write_private(sandbox.settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-def session_config(session: Session, settings: Mapping[str, Any] | None = None,
-                   place: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session now: the configuration, what its creation said, and its settings."""
-    data = sandbox.read_config()
-    settings = read_settings(session.name) if settings is None else settings
-    profile = session.profile if session.profile in data.get("runs", {}) else None
-    return sandbox.load_config(Layer(place or {}, ""), profile, sandbox.session_layers(session, settings), data)
-
-
 def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
     """A session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
@@ -926,7 +923,8 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
     return {
         "name": session.name, "state": session.state, "agent": session.agent, "profile": session.profile,
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
-        "image": have.get("image", ""), "network": have.get("network", ""), "ports": have.get("ports", []),
+        "image": have.get("image", ""), "ports": have.get("ports", []),
+        "network": sandbox.network_of(session, config) if session.proxy else have.get("network", ""),
         "runtime": engine.name, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"), settings),
     }
@@ -1004,7 +1002,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = session_config(session, place=place)
+    config = session_config(session, flags=Layer(place, ""))
     with as_request_error():
         sandbox.check_spec(sandbox.spec_of(config))
     if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
@@ -1070,7 +1068,7 @@ def get_settings(_app: App, _request: Request, params: Params) -> Answer:
 def put_settings(_app: App, request: Request, params: Params) -> Answer:
     """Change settings: a key that is left out stays, null takes it back to what is configured."""
     data = request.json()
-    _, session = find(params["session"])
+    engine, session = find(params["session"])
     with SETTINGS_LOCK:
         settings = checked_settings(data, read_settings(session.name))
         config = session_config(session, settings)
@@ -1078,6 +1076,8 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
             sandbox.env_script(sandbox.exec_env(config))
         write_settings(session.name, settings)
+        if session.proxy and session.state == "running" and "network" in data:
+            sandbox.set_rules(engine, session, sandbox.network_of(session, config))
     return settings_answer(session)
 
 
@@ -1091,6 +1091,79 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}  # no AGENT mode, not the default
     checked = Layer({key: value for key, value in given.items() if key not in none}, "", 2).values
     return {key: value for key, value in old.items() if key not in changes} | checked | none
+
+
+# --- Network ---
+
+SHOWN_DECISIONS = 500
+
+
+def find_allowlist(name: str) -> tuple[Engine, Session]:
+    """A session whose network is an allowlist. Raises WebError for another."""
+    engine, session = find(name)
+    if not session.proxy:
+        raise WebError("conflict", f"the session {name} has no allowlist",
+                       "set its network in the settings, then create it again")
+    return engine, session
+
+
+def get_network(_app: App, _request: Request, params: Params) -> Answer:
+    _, session = find_allowlist(params["session"])
+    return json_answer(sandbox.network_of(session, session_config(session)))
+
+
+def post_network(_app: App, request: Request, params: Params) -> Answer:
+    """Allow or deny one more host, in force for the next connection."""
+    rules = {key: [rule] for key, rule in fields(request.json(), allow=str, deny=str).items()}
+    if not rules:
+        raise WebError("bad_request", "the host is missing", "give allow or deny: <host>[:<port>]")
+    checked = Layer({"network": {"allow": [], **rules}}, "", 2).values["network"]
+    engine, session = find_allowlist(params["session"])
+    with SETTINGS_LOCK:
+        return json_answer(sandbox.change_rules(engine, session, checked))
+
+
+def get_decisions(app: App, _request: Request, params: Params) -> Stream:
+    """Server-sent events: what the proxy has decided of late, and what it decides."""
+    engine, session = find_allowlist(params["session"])
+    argv = sandbox.log_argv(engine, session, "-f", "--tail", str(SHOWN_DECISIONS))
+    return Stream("text/event-stream; charset=utf-8", lambda sock: follow_log(sock, argv, lambda: app.stopping))
+
+
+def follow_log(sock: socket.socket, argv: Sequence[str], stopping: Callable[[], bool]) -> None:
+    """Send each JSON line that a command prints as an event, until it ends or the client has gone."""
+    (out, out_end), null = os.pipe(), os.open(os.devnull, os.O_RDWR)
+    pid = sandbox.spawn(argv, fds={0: null, 1: out_end, 2: null})
+    sandbox.Output.close(out_end, null)
+    poller, rest, quiet = select.poll(), b"", time.monotonic()
+    poller.register(sock, select.POLLIN)
+    poller.register(out, select.POLLIN)
+    try:
+        sock.sendall(b": the log\n\n")
+        while not stopping():
+            ready = [fd for fd, _ in poller.poll(1000)]
+            if sock.fileno() in ready and not sock.recv(4096):
+                return
+            if out in ready:
+                data = os.read(out, CHUNK_BYTES)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                sock.sendall(b"".join(event_bytes("decision", item) for item in map(decision_of, lines) if item))
+                quiet = time.monotonic()
+            elif time.monotonic() - quiet > HEARTBEAT_SECONDS:
+                sock.sendall(b": still here\n\n")
+                quiet = time.monotonic()
+    finally:
+        os.close(out)
+        os.kill(pid, signal.SIGTERM)
+        sandbox.status_of(pid)
+
+
+def decision_of(line: bytes) -> Any:
+    with suppress(ValueError):
+        return json.loads(line)
+    return None
 
 
 def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
@@ -2009,6 +2082,9 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", SESSION + "/recreate", post_recreate),
     ("GET", SESSION + "/settings", get_settings),
     ("PUT", SESSION + "/settings", put_settings),
+    ("GET", SESSION + "/network", get_network),
+    ("POST", SESSION + "/network", post_network),
+    ("GET", SESSION + "/network/events", get_decisions),
     ("POST", SESSION + "/command", post_command),
     ("POST", SESSION + "/prompt", post_prompt),
     ("GET", SESSION + "/jobs", get_jobs),

@@ -47,6 +47,8 @@ TIMEOUT_SECONDS = 120.0
 TOKEN = f"t{secrets.token_hex(4)}"  # in every name and directory of this test run, to know its containers by
 COUNTER = itertools.count(1)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by what tests start
+
 Result = subprocess.CompletedProcess[str]
 
 

@@ -70,7 +70,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         program = tmp_path / "bin" / engine
         program.write_text(f"#!/bin/sh\n: >'{tool.called}'\nexit 1\n")
         program.chmod(0o755)
-    ours = ("SANDBOX_RUNTIME", "SANDBOX_SERVER_USER", "SANDBOX_SERVER_PASS", "DOCKER_HOST", "CONTAINER_HOST")
+    ours = ("SANDBOX_RUNTIME", "SANDBOX_SERVER_USER", "SANDBOX_SERVER_PASS", "DOCKER_HOST", "CONTAINER_HOST",
+            "CODEX_HOME", "CLAUDE_CONFIG_DIR")
     for name in (*ours, *(name for _, names in sandbox.INIT_SOURCES.values() for name in names)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SANDBOX_HOME", str(tool.home))
@@ -410,7 +411,7 @@ BAD: dict[str, list[Any]] = {
     "cpus": [0, -1, "", "x", "nan", "inf", 1e9, True, "1_0", [], "1" * 5000],
     "pidsLimit": [0, -1, 1.5, "1.0", "", True, "²", "1" * 5000, 10**30],
     "command": ["", " \n", [], [""], ["", "x"], ["a", 1], ["a\0"], {}],
-    "network": ["", "bridge", {}, {"allow": "x"}, {"allow": [""]}, {"allow": [1]}, {"allow": [], "deny": []}],
+    "network": ["", "bridge", {}, {"allow": "x"}, {"allow": [""]}, {"allow": [1]}, {"allow": [], "refuse": []}],
     "yolo": ["", "C", "agent-e", [], {}],
     "serverUser": ["", 7],
 }
@@ -481,6 +482,20 @@ def test_init_makes_a_profile_of_an_agents_settings(tool: Tool, monkeypatch: pyt
     assert found["yolo"]["value"] == agent and found["env"][variable]["value"] == "hush"
     assert [item["value"] for item in found["volumes"]] == [f"{tool.person}/{file}:/home/agent/{file}"]
     assert list(json.loads(tool.path.read_text())["runs"]) == [agent]
+
+
+@pytest.mark.parametrize(
+    ("variable", "file"), [("CODEX_HOME", "auth.json"), ("CLAUDE_CONFIG_DIR", ".credentials.json")]
+)
+def test_init_looks_where_the_agent_was_told_to(
+    tool: Tool, monkeypatch: pytest.MonkeyPatch, variable: str, file: str
+) -> None:
+    put(tool.person / "elsewhere" / file)
+    monkeypatch.setenv(variable, str(tool.person / "elsewhere"))
+    assert tool("init")[0] == 0
+    (agent,) = json.loads(tool.path.read_text())["runs"]
+    volume = tool.show("-r", agent)["volumes"][0]["value"]
+    assert volume == f"{tool.person}/elsewhere/{file}:/home/agent/.{agent}/{file}"
 
 
 def test_init_with_nothing_to_adopt_says_so(tool: Tool) -> None:

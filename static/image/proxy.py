@@ -1,0 +1,1001 @@
+"""The one way out of a session with a network allowlist.
+
+    proxy.py serve             in the proxy container: decide, log, connect
+    proxy.py gate              in the session: hand a listener on 127.0.0.1:3128 to the proxy, again whenever one comes
+    proxy.py set               check SANDBOX_RULES and put them in force
+    proxy.py check HOST[:PORT] print the decision about port 443, or this one
+
+The session has no network but its own loopback. What it shares with the proxy is /run/sandbox-net, with
+  proxy.sock   where a gate sends a *listening socket*: a socket stays in the network it was made in, so the proxy
+               accepts inside the session and connects outside it, and no byte is relayed twice
+  rules.json   {"allow": [...], "deny": [...]} of host, host:port, *.host, an address, [v6]:port; without a port
+               443 and 80; what denies wins; read again when it changes, and while it is wrong nothing is allowed
+
+Environment: SANDBOX_SESSION (its name), SANDBOX_RULES (JSON; `serve` uses it only where there is no rules.json),
+SANDBOX_NET and SANDBOX_NET_PORT (another directory and port). stdout has one JSON line per decision.
+Exit codes: 0; 1 failed, or refused (check); 2 usage.
+"""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+DIRECTORY = os.environ.get("SANDBOX_NET", "/run/sandbox-net")
+PORT = int(os.environ.get("SANDBOX_NET_PORT", "3128"))
+SESSION = os.environ.get("SANDBOX_SESSION", "")
+DEFAULT_PORTS = (443, 80)
+
+GATES, CONNECTIONS, OVERFLOW, LOOKUPS = 4, 512, 64, 64
+HEAD_BYTES, LINE_BYTES, HELLO_BYTES, BUFFER_BYTES = 64 * 1024, 4096, 32 * 1024, 64 * 1024
+STACK_BYTES, FILES, BACKLOG, IDLE_BUFFERS = 256 * 1024, 4096, 256, 8
+HEAD_SECONDS, RESOLVE_SECONDS, CONNECT_SECONDS, LINGER_SECONDS = 10, 10, 10, 2
+IDLE_SECONDS, TOTAL_SECONDS = 15 * 60, 24 * 60 * 60
+GATE_SECONDS, RETRY_SECONDS = 10, 0.1
+
+TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
+REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"+) ([!-~]+) HTTP/1\.([01])")
+HEADER = re.compile(rb"(" + TOKEN + rb"+):[ \t]*([\t -~\x80-\xff]*)")
+CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~]*)?")
+BARE_CR_OR_LF = re.compile(rb"(?<!\r)\n|\r[^\n]")
+# What some server might read as the start of a request, and what may still become that.
+HTTP_LIKE = re.compile(rb"[\r\n]|" + TOKEN + rb"*(?:[\t\x0b\x0c\x1c-\x20\x85\xa0]|\r[^\n])")
+UNDECIDED = re.compile(rb"(?:" + TOKEN + rb"*\r?|\x16)")
+LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
+NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # with such a last label, a C library reads a name as an address
+UNNAMED_ALERT = b"\x15\x03\x03\x00\x02\x02\x70"  # TLS: fatal, unrecognized_name
+
+
+class Answer(Exception):
+    """The request ends here: with this status and text, or without any where the status is 0."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+# --- Addresses and names ---
+
+
+def packed(text: str) -> bytes:
+    """An address as 4 or 16 bytes, an IPv4 one inside IPv6 as 4. Raises ValueError, also for 127.1 and the like."""
+    try:
+        data = socket.inet_pton(socket.AF_INET6 if ":" in text else socket.AF_INET, text)
+    except OSError:
+        raise ValueError(f"{text} is not an address") from None
+    return data[12:] if data[:12] == bytes(10) + b"\xff\xff" else data
+
+
+def unpacked(data: bytes) -> str:
+    return socket.inet_ntop(socket.AF_INET if len(data) == 4 else socket.AF_INET6, data)
+
+
+def networks(text: str) -> list[tuple[bytes, int]]:
+    return [(packed(net), int(bits)) for net, bits in (word.split("/") for word in text.split())]
+
+
+NAT64 = networks("64:ff9b::/96")
+# IANA's special-purpose registries; of IPv6 all but 2000::/3, and 6to4 and Teredo, which can lead anywhere.
+PRIVATE = networks(
+    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 "
+    "192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/3 "
+    "::/3 4000::/2 8000::/1 2001::/23 2001:db8::/32 2002::/16 3fff::/20"
+)
+
+
+def within(address: bytes, table: list[tuple[bytes, int]]) -> bool:
+    number, size = int.from_bytes(address, "big"), len(address)
+    return any(size == len(net) and not (number ^ int.from_bytes(net, "big")) >> (size * 8 - bits)
+               for net, bits in table)
+
+
+def is_private(address: str) -> bool:
+    """Whether an address is none of the public internet, or stands for one that is none."""
+    data = packed(address)
+    return within(data[12:] if within(data, NAT64) else data, PRIVATE)
+
+
+def is_address(host: str) -> bool:
+    return ":" in host or bool(NUMBER.fullmatch(host.rpartition(".")[2]))
+
+
+def normal_host(text: str) -> str:
+    """A host name or an address in its one form. Raises ValueError for anything else."""
+    host = text.removesuffix(".").lower()
+    if is_address(host):
+        return unpacked(packed(host))
+    if len(host) > 253 or not all(LABEL.fullmatch(label) for label in host.split(".")):
+        raise ValueError("not a legal host name")
+    return host
+
+
+def split_port(text: str) -> tuple[str, int | None]:
+    """The host as it is written, without brackets, and the port if there is one. Raises ValueError."""
+    if text.startswith("["):
+        host, _, tail = text[1:].partition("]")
+        colon, port = tail[:1], tail[1:]
+        if ":" not in host or tail and colon != ":":
+            raise ValueError(f"{text} is not [address]:port")
+    elif text.count(":") > 1:
+        return text, None
+    else:
+        host, colon, port = text.partition(":")
+    if not colon:
+        return host, None
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError("the port is not a number from 1 to 65535")
+    return host, int(port)
+
+
+def with_port(host: str, port: int) -> str:
+    if port in DEFAULT_PORTS:
+        return host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def clean(text: str) -> str:
+    return "".join(char if " " < char < "\x7f" else "?" for char in text[:253])
+
+
+# --- Rules and the decision ---
+
+
+class Rule:
+    """One line of the rules. Raises ValueError."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        host, self.port = split_port(text)
+        self.below = host.startswith("*.")
+        self.host = normal_host(host[2:] if self.below else host)
+        if self.below and is_address(self.host):
+            raise ValueError(f"{text} has a * before an address")
+
+    def matches(self, host: str, port: int) -> bool:
+        if port not in ((self.port,) if self.port else DEFAULT_PORTS):
+            return False
+        return not is_address(host) and host.endswith("." + self.host) if self.below else host == self.host
+
+
+class Rules:
+    """What is allowed and denied. Raises ValueError."""
+
+    def __init__(self, text: str | bytes) -> None:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.keys() - {"allow", "deny"}:
+            raise ValueError('the rules are not {"allow": [...], "deny": [...]}')
+        self.allow, self.deny = ([Rule(item) for item in self.texts(data, key)] for key in ("allow", "deny"))
+
+    @staticmethod
+    def texts(data: dict[str, object], key: str) -> list[str]:
+        items = data.get(key, [])
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise ValueError(f'"{key}" is not a list of strings')
+        return items
+
+
+def first_match(rules: list[Rule], host: str, port: int) -> str:
+    return next((rule.text for rule in rules if rule.matches(host, port)), "")
+
+
+class Decision:
+    """Allowed exactly when `reason` is empty; `addresses` are what may be connected to, `missing` what a rule lacks."""
+
+    def __init__(self, host: str, port: int, reason: str = "", rule: str = "", missing: str = "") -> None:
+        self.host, self.port = host, port
+        self.reason, self.rule, self.missing = reason, rule, missing
+        self.addresses: list[str] = []
+
+    def line(self) -> str:
+        now = time.time()
+        entry = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z",
+            "session": SESSION, "host": clean(self.host), "port": self.port,
+            "verdict": "deny" if self.reason else "allow", "rule": self.rule,
+        }
+        return json.dumps(entry | ({"reason": self.reason} if self.reason else {})) + "\n"
+
+    def refusal(self) -> str:
+        text = f"sandbox: {clean(self.host)} port {self.port} is refused: {self.reason}.\n"
+        if self.missing:
+            text += f"To allow it: sandbox net allow {SESSION} {with_port(self.missing, self.port)}\n"
+        return text
+
+
+def decide(host: str, port: int, resolve: Callable[[str, int], list[str]]) -> Decision:
+    """The decision about a host as a client wrote it."""
+    try:
+        rules = current_rules()
+    except (OSError, ValueError) as error:
+        return Decision(host, port, f"the rules cannot be used ({error})")
+    try:
+        host = normal_host(host)
+    except ValueError:
+        return Decision(host, port, "not a legal host name or address")
+    if rule := first_match(rules.deny, host, port):
+        return Decision(host, port, "a rule denies it", rule, host)
+    rule = first_match(rules.allow, host, port)
+    if not rule:
+        return Decision(host, port, "no rule allows it", missing=host)
+    decision = Decision(host, port, rule=rule)
+    found = [host] if is_address(host) else resolve(host, port)
+    decision.addresses = [address for address in found if may_connect(rules, address, port)]
+    if found and not decision.addresses:
+        return Decision(host, port, f"it is at {found[0]}, which is no public address and has no rule of its own",
+                        missing=found[0])
+    return decision
+
+
+def may_connect(rules: Rules, address: str, port: int) -> bool:
+    if first_match(rules.deny, address, port):
+        return False
+    return not is_private(address) or bool(first_match(rules.allow, address, port))
+
+
+# --- The rules file ---
+
+
+def rules_path() -> str:
+    return os.path.join(DIRECTORY, "rules.json")
+
+
+def write_rules(text: str) -> None:
+    """Put rules in force. Raises ValueError, and leaves the old ones then."""
+    Rules(text)
+    temporary = f"{rules_path()}.{os.getpid()}"
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, rules_path())
+
+
+CACHE: list[tuple[tuple[int, int, int], Rules]] = []
+
+
+def current_rules() -> Rules:
+    """The rules in force. Raises OSError or ValueError."""
+    status = os.stat(rules_path())
+    version = (status.st_mtime_ns, status.st_ino, status.st_size)
+    for known, rules in CACHE:
+        if known == version:
+            return rules
+    with open(rules_path(), "rb") as file:
+        rules = Rules(file.read())
+    CACHE[:] = [(version, rules)]
+    return rules
+
+
+# --- Looking up and connecting ---
+
+LOOKUP_SLOTS = threading.Semaphore(LOOKUPS)
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The addresses of a name, best first; none when it has none, or no answer came in time."""
+    found: list[str] = []
+    deadline = time.monotonic() + RESOLVE_SECONDS
+    if LOOKUP_SLOTS.acquire(timeout=RESOLVE_SECONDS):
+        thread = threading.Thread(target=look_up, args=(host, port, found), daemon=True)
+        thread.start()
+        thread.join(deadline - time.monotonic())
+    return found[:]
+
+
+def look_up(host: str, port: int, found: list[str]) -> None:
+    """getaddrinfo knows no deadline: a thread that is late is left behind, and holds its slot until it ends."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [str(info[4][0]).partition("%")[0] for info in infos]
+        found[:] = dict.fromkeys(unpacked(packed(address)) for address in addresses)
+    except (OSError, UnicodeError):
+        pass
+    finally:
+        LOOKUP_SLOTS.release()
+
+
+def connect(decision: Decision) -> socket.socket:
+    """A connection to the first address that takes it. Raises Answer."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    problem = "its name has no address"
+    for index, address in enumerate(decision.addresses):
+        left = (deadline - time.monotonic()) / (len(decision.addresses) - index)
+        sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(left, 0.1))
+            sock.connect((address, decision.port))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        except OSError as error:
+            problem = f"{address}: {error.strerror or error}"
+            sock.close()
+    raise Answer(502, f"sandbox: {decision.host} port {decision.port} is allowed but cannot be reached: {problem}\n")
+
+
+def log(decision: Decision) -> None:
+    with contextlib.suppress(OSError):
+        os.write(1, decision.line().encode())
+
+
+def connect_out(host: str, port: int) -> socket.socket:
+    """Decide, log and connect. Raises Answer."""
+    decision = decide(host, port, resolve)
+    log(decision)
+    if decision.reason:
+        raise Answer(403, decision.refusal())
+    return connect(decision)
+
+
+# --- Requests ---
+
+
+def bad(text: str) -> Answer:
+    return Answer(400, f"sandbox: bad request: {text}\n")
+
+
+def receive(sock: socket.socket, deadline: float) -> bytes:
+    """What comes next, empty at the end. Raises Answer after the deadline."""
+    left = deadline - time.monotonic()
+    if left > 0:
+        sock.settimeout(left)
+        with contextlib.suppress(TimeoutError):
+            return sock.recv(16 * 1024)
+    raise bad("it did not come in time")
+
+
+def read_head(sock: socket.socket, data: bytes, deadline: float) -> tuple[bytes, bytes]:
+    """A head without its empty line, and what came after it. Raises Answer."""
+    buffer, seen = bytearray(data), 0
+    while True:
+        end = buffer.find(b"\r\n\r\n", seen)
+        if BARE_CR_OR_LF.search(buffer[seen:end if end >= 0 else None]):
+            raise bad("a CR or LF stands alone")
+        if end > HEAD_BYTES or end < 0 and len(buffer) > HEAD_BYTES:
+            raise bad("its head is too large")
+        if end >= 0:
+            return bytes(buffer[:end]), bytes(buffer[end + 4:])
+        seen = max(len(buffer) - 3, 0)
+        piece = receive(sock, deadline)
+        if not piece:
+            raise bad("it ends in its head") if buffer else Answer(0, "nothing came")
+        buffer += piece
+
+
+class Request:
+    """A request head, read strictly. Raises Answer."""
+
+    def __init__(self, head: bytes) -> None:
+        first, *lines = head.split(b"\r\n")
+        if not (match := REQUEST_LINE.fullmatch(first)):
+            raise bad("not a request line")
+        self.method, self.target, self.minor = match[1].decode(), match[2].decode(), match[3].decode()
+        self.headers: list[tuple[str, str]] = []
+        for line in lines:
+            if not (match := HEADER.fullmatch(line)):
+                raise bad("not a header line")
+            self.headers.append((match[1].decode(), match[2].decode("latin-1").rstrip(" \t")))
+        self.chunked, self.length = self.framing()
+
+    def values(self, name: str) -> list[str]:
+        return [value for key, value in self.headers if key.lower() == name]
+
+    def words(self, name: str) -> set[str]:
+        return {word.strip().lower() for value in self.values(name) for word in value.split(",")}
+
+    def framing(self) -> tuple[bool, int]:
+        lengths, codings = self.values("content-length"), self.values("transfer-encoding")
+        if len(lengths) + len(codings) > 1:
+            raise bad("more than one Content-Length or Transfer-Encoding")
+        if codings and (codings[0].lower() != "chunked" or self.minor == "0"):
+            raise bad("a Transfer-Encoding other than chunked")
+        if lengths and not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
+            raise bad("not a Content-Length")
+        return bool(codings), int(lengths[0]) if lengths else 0
+
+    def check_host(self, host: str, port: int, default: int) -> None:
+        hosts = self.values("host")
+        if len(hosts) > 1 or not hosts and self.minor == "1" and self.method != "CONNECT":
+            raise bad("it must have one Host")
+        for value in hosts:
+            if authority(value, default) != (host, port):
+                raise bad("its Host is not that of its target")
+
+    def upgrades(self) -> bool:
+        """Only to WebSocket: over h2c requests for any other host could follow."""
+        return (self.words("upgrade") == {"websocket"} and "upgrade" in self.words("connection")
+                and not self.chunked and not self.length)
+
+    def outgoing(self, path: str, host: str) -> bytes:
+        """The head to send on. Raises Answer."""
+        named = self.words("connection")
+        if named & {"host", "content-length", "transfer-encoding"}:
+            raise bad("its Connection names a header that must stay")
+        gone = named | {"connection", "keep-alive", "te", "trailer", "upgrade", "host"}
+        lines = [f"{self.method} {path} HTTP/1.{self.minor}", f"Host: {host}"]
+        lines += [f"{name}: {value}" for name, value in self.headers
+                  if name.lower() not in gone and not name.lower().startswith("proxy-")]
+        lines += ["Connection: Upgrade", "Upgrade: websocket"] if self.upgrades() else ["Connection: close"]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def authority(text: str, default: int) -> tuple[str, int]:
+    """The host, in its one form where it has one, and the port. Raises Answer."""
+    if not text or text.count(":") > 1 and not text.startswith("[") or re.search(r"[@/?#\\]", text):
+        raise bad("its host is not host or host:port")
+    try:
+        host, port = split_port(text)
+    except ValueError as error:
+        raise bad(str(error)) from None
+    with contextlib.suppress(ValueError):
+        host = normal_host(host)
+    return host, port or default
+
+
+class Body:
+    """Tells the bytes of a request's body from what follows it."""
+
+    def __init__(self, request: Request) -> None:
+        self.left, self.state = request.length, "size" if request.chunked else "end"
+        self.line = b""
+
+    @property
+    def done(self) -> bool:
+        return self.state == "end" and not self.left
+
+    def take(self, data: memoryview) -> int:
+        """How many of these bytes belong to the body. Raises Answer when they are not well-formed."""
+        at = 0
+        while at < len(data) and not self.done:
+            if self.left:
+                step = min(self.left, len(data) - at)
+                self.left -= step
+            else:
+                step = self.take_line(bytes(data[at:at + LINE_BYTES]))
+            at += step
+        return at
+
+    def take_line(self, data: bytes) -> int:
+        step = data.find(b"\n") + 1 or len(data)
+        self.line += data[:step]
+        if len(self.line) > LINE_BYTES:
+            raise bad("a line of its chunks is too long")
+        if self.line.endswith(b"\n"):
+            if not self.line.endswith(b"\r\n"):
+                raise bad("a CR or LF stands alone")
+            self.next_state(self.line[:-2])
+            self.line = b""
+        return step
+
+    def next_state(self, line: bytes) -> None:
+        if self.state == "size" and (match := CHUNK_SIZE.fullmatch(line)):
+            self.left = int(match[1], 16)
+            self.state = "after" if self.left else "trailer"
+        elif self.state == "after" and not line:
+            self.state = "size"
+        elif self.state == "trailer" and not line:
+            self.state = "end"
+        elif self.state != "trailer" or not HEADER.fullmatch(line):
+            raise bad("its chunks are not well-formed")
+
+
+# --- Relaying ---
+
+BUFFERS: list[bytearray] = []
+
+
+class Pipe:
+    """One direction. It holds at most one buffer, and none while nothing waits to be sent."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket, data: bytes, body: Body | None = None) -> None:
+        self.source, self.sink, self.body = source, sink, body
+        self.data, self.buffer, self.open, self.moved = memoryview(data), bytearray(), True, 0
+
+    def wants(self) -> int:
+        """The events to wait for at the source."""
+        if not self.open or self.data:
+            return 0
+        return select.POLLRDHUP if self.body and self.body.done else select.POLLIN
+
+    def move(self) -> None:
+        """Relay until one side would block, or for a while. Raises OSError, and Answer for a wrong body."""
+        try:
+            for _ in range(32):
+                if not self.data and not self.fill():
+                    break
+                sent = self.sink.send(self.data)
+                self.moved += sent
+                self.data = self.data[sent:]
+        except BlockingIOError:
+            pass
+        if self.buffer and not self.data:
+            self.data.release()
+            self.data = memoryview(b"")
+            if len(BUFFERS) < IDLE_BUFFERS:
+                BUFFERS.append(self.buffer)
+            self.buffer = bytearray()
+
+    def fill(self) -> bool:
+        if not self.open:
+            return False
+        if self.body and self.body.done:
+            return self.end()
+        if not self.buffer:
+            try:
+                self.buffer = BUFFERS.pop()
+            except IndexError:
+                self.buffer = bytearray(BUFFER_BYTES)
+        count = self.source.recv_into(self.buffer)
+        self.data = memoryview(self.buffer)[:count]
+        if self.body:
+            if not count:
+                raise bad("its body ends too early")
+            self.data = self.data[:self.body.take(self.data)]
+        return bool(count) or self.end()
+
+    def end(self) -> bool:
+        self.open = False
+        self.sink.shutdown(socket.SHUT_WR)
+        return False
+
+
+def pump(up: Pipe, down: Pipe, both: bool) -> None:
+    """Relay until both directions have ended, or only the one down; or nothing moved for too long."""
+    client, server = up.source, up.sink
+    client.setblocking(False)
+    server.setblocking(False)
+    poll, waiting = select.poll(), {client: 0, server: 0}
+    end = time.monotonic() + TOTAL_SECONDS
+    while down.open or down.data or both and (up.open or up.data):
+        for sock, source, sink in ((client, up, down), (server, down, up)):
+            mask = source.wants() | (select.POLLOUT if sink.data else 0)
+            if mask != waiting[sock]:
+                poll.register(sock, mask) if mask else poll.unregister(sock)
+                waiting[sock] = mask
+        left = min(IDLE_SECONDS, end - time.monotonic())
+        ready = dict(poll.poll(left * 1000)) if left > 0 else {}
+        if not ready:
+            return
+        for pipe in (up, down):
+            event = ready.get((pipe.sink if pipe.data else pipe.source).fileno(), 0)
+            if event & ~(select.POLLIN | select.POLLRDHUP if pipe.data else select.POLLOUT):
+                pipe.move()
+
+
+# --- One client ---
+
+
+def forward(client: socket.socket, request: Request, rest: bytes, server: socket.socket, path: str, host: str) -> None:
+    """Send one request on, and nothing after it. Raises Answer and OSError."""
+    head = request.outgoing(path, host)
+    if request.upgrades():
+        upgrade(client, head, rest, server)
+        return
+    body = Body(request)
+    up = Pipe(client, server, head + rest[:body.take(memoryview(rest))], body)
+    down = Pipe(server, client, b"")
+    try:
+        pump(up, down, both=False)
+    except Answer as answer:
+        raise Answer(0 if down.moved else answer.status, str(answer)) from None
+
+
+def upgrade(client: socket.socket, head: bytes, rest: bytes, server: socket.socket) -> None:
+    """Only after the server's 101 does anything more of the client go to it."""
+    server.settimeout(HEAD_SECONDS)
+    server.sendall(head)
+    try:
+        answer, more = read_head(server, b"", time.monotonic() + IDLE_SECONDS)
+    except Answer:
+        raise Answer(502, "sandbox: the server's answer cannot be read\n") from None
+    switched = re.match(rb"HTTP/1\.[01] 101(?: |$)", answer.partition(b"\r\n")[0]) is not None
+    up, down = Pipe(client, server, rest if switched else b""), Pipe(server, client, answer + b"\r\n\r\n" + more)
+    up.open = switched
+    pump(up, down, both=switched)
+
+
+def plain_request(client: socket.socket, request: Request, rest: bytes) -> None:
+    """A request for a whole URL. Raises Answer and OSError."""
+    match = re.fullmatch(r"(?i:http)://([^/?]*)(.*)", request.target)
+    if not match or "#" in request.target:
+        raise bad("its target is not http://host/path")
+    host, port = authority(match[1], 80)
+    request.check_host(host, port, 80)
+    path = match[2] if match[2].startswith("/") else "/" + match[2]
+    with connect_out(host, port) as server:
+        forward(client, request, rest, server, path, match[1])
+
+
+def tunnel(client: socket.socket, request: Request, rest: bytes) -> None:
+    """Raises Answer and OSError."""
+    host, port = authority(request.target, 0)
+    if not port or request.chunked or request.length:
+        raise bad("a CONNECT must name host:port and have no body")
+    request.check_host(host, port, port)
+    with connect_out(host, port) as server:
+        client.settimeout(HEAD_SECONDS)
+        client.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        kind, data = first_bytes(client, server, rest)
+        if kind == "http":
+            tunnelled_request(client, data, server, request.target, (host, port))
+            return
+        if kind == "tls":
+            data = checked_hello(client, data, host, port)
+        pump(Pipe(client, server, data), Pipe(server, client, b""), both=True)
+
+
+def tunnelled_request(client: socket.socket, data: bytes, server: socket.socket, target: str,
+                      place: tuple[str, int]) -> None:
+    head, rest = read_head(client, data, time.monotonic() + HEAD_SECONDS)
+    request = Request(head)
+    if not request.target.startswith("/") and (request.method, request.target) != ("OPTIONS", "*"):
+        raise bad("its target is not a path")
+    request.check_host(*place, place[1])
+    forward(client, request, rest, server, request.target, target.removesuffix(":80"))
+
+
+# --- What a tunnel begins with ---
+
+
+def kind_of(data: bytes) -> str:
+    """tls, http or plain; empty while that is open."""
+    if data.startswith(b"\x16\x03"):
+        return "tls"
+    if data.startswith(b"SSH-"):  # a greeting with a blank, and no server may take it for a request
+        line, end, _ = data.partition(b"\n")
+        return "http" if b"HTTP/" in line else "plain" if end or len(line) > 255 else ""
+    if HTTP_LIKE.match(data):
+        return "http"
+    return "" if UNDECIDED.fullmatch(data) and len(data) < HELLO_BYTES else "plain"
+
+
+def first_bytes(client: socket.socket, server: socket.socket, data: bytes) -> tuple[str, bytes]:
+    """What the client begins with, kept back until its kind is known. Raises Answer when it stops half-way."""
+    poll = select.poll()
+    poll.register(client, select.POLLIN)
+    poll.register(server, select.POLLIN)
+    deadline = time.monotonic() + (HEAD_SECONDS if data else IDLE_SECONDS)
+    while not (kind := kind_of(data)):
+        ready = dict(poll.poll(max(deadline - time.monotonic(), 0) * 1000))
+        if server.fileno() in ready:
+            return "plain", data  # the server speaks first
+        piece = receive(client, deadline) if ready else b""
+        if not ready:
+            raise Answer(0, "nothing came")
+        if not piece:
+            return "plain", data
+        deadline = deadline if data else time.monotonic() + HEAD_SECONDS
+        data += piece
+    return kind, data
+
+
+def checked_hello(client: socket.socket, data: bytes, host: str, port: int) -> bytes:
+    """All that came, once a whole ClientHello that names the host is in it. Raises Answer."""
+    deadline = time.monotonic() + HEAD_SECONDS
+    try:
+        while (hello := client_hello(data)) is None:
+            piece = receive(client, deadline)
+            if not piece or len(data) > HELLO_BYTES:
+                raise ValueError("no whole TLS ClientHello came")
+            data += piece
+        name = server_name(hello)
+        if (name and normal_host(name)) != ("" if is_address(host) else host):
+            raise ValueError(f"the TLS handshake names {clean(name) or 'no host'}, the tunnel {host}")
+    except (ValueError, Answer) as error:
+        reason = "no whole TLS ClientHello came in time" if isinstance(error, Answer) else str(error)
+        log(Decision(host, port, reason))
+        with contextlib.suppress(OSError):
+            client.sendall(UNNAMED_ALERT)
+        raise Answer(0, reason) from None
+    return data
+
+
+class Reader:
+    """Fields out of bytes. Raises ValueError where they end too early."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.data):
+            raise ValueError("the TLS ClientHello is not well-formed")
+        piece, self.data = self.data[:count], self.data[count:]
+        return piece
+
+    def vector(self, size: int) -> bytes:
+        return self.take(int.from_bytes(self.take(size), "big"))
+
+
+def client_hello(data: bytes) -> bytes | None:
+    """The body of the ClientHello that these TLS records begin with, or None while it is incomplete.
+
+    Raises ValueError when they begin with something else.
+    """
+    message, at = b"", 0
+    while True:
+        if len(message) >= 4 and len(message) - 4 >= int.from_bytes(message[1:4], "big"):
+            return Reader(message[1:]).vector(3)
+        record = data[at:at + 5]
+        if record and record[0] != 22 or message and message[0] != 1:
+            raise ValueError("the TLS handshake does not begin with a ClientHello")
+        size = int.from_bytes(record[3:], "big")
+        if len(record) == 5 and not 0 < size <= 16 * 1024:
+            raise ValueError("a TLS record is empty or too long")
+        if len(record) < 5 or at + 5 + size > len(data):
+            return None
+        message += data[at + 5:at + 5 + size]
+        at += 5 + size
+
+
+def server_name(hello: bytes) -> str:
+    """The host a ClientHello names (RFC 8446, 4.1.2 and RFC 6066, 3), or nothing. Raises ValueError."""
+    fields = Reader(hello)
+    fields.take(34)
+    for size in (1, 2, 1):
+        fields.vector(size)
+    extensions = Reader(fields.vector(2) if fields.data else b"")
+    names = []
+    while extensions.data:
+        kind, value = extensions.take(2), extensions.vector(2)
+        if kind == b"\0\0":
+            names.append(Reader(Reader(value).vector(2)))
+    if not names:
+        return ""
+    kind, name = names[0].take(1), names[0].vector(2)
+    if len(names) > 1 or names[0].data or kind != b"\0" or not name:
+        raise ValueError("the TLS handshake names more or less than one host")
+    return name.decode("latin-1")
+
+
+# --- Clients and gates ---
+
+CLIENTS = threading.Semaphore(CONNECTIONS + OVERFLOW)
+SLOTS = threading.Semaphore(CONNECTIONS)
+
+
+def serve_client(client: socket.socket) -> None:
+    busy = not SLOTS.acquire(blocking=False)
+    try:
+        with client:
+            try:
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if busy:
+                    raise Answer(503, f"sandbox: {CONNECTIONS} connections are open already\n")
+                handle(client)
+            except Answer as answer:
+                say(client, answer)
+            hang_up(client)
+    except OSError:
+        pass
+    finally:
+        if not busy:
+            SLOTS.release()
+        CLIENTS.release()
+
+
+def handle(client: socket.socket) -> None:
+    head, rest = read_head(client, b"", time.monotonic() + HEAD_SECONDS)
+    request = Request(head)
+    (tunnel if request.method == "CONNECT" else plain_request)(client, request, rest)
+
+
+REASONS = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway", 503: "Service Unavailable"}
+
+
+def say(client: socket.socket, answer: Answer) -> None:
+    if answer.status:
+        body = str(answer).encode()
+        client.settimeout(HEAD_SECONDS)
+        client.sendall(f"HTTP/1.1 {answer.status} {REASONS[answer.status]}\r\nContent-Type: text/plain\r\n"
+                       f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+
+
+def hang_up(client: socket.socket) -> None:
+    """End so that the client can read all that was sent: closing with unread bytes would reset the connection."""
+    client.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(Answer):
+        deadline = time.monotonic() + LINGER_SECONDS
+        while receive(client, deadline):
+            pass
+
+
+def is_listener(sock: socket.socket) -> bool:
+    return (sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+            and sock.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP
+            and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+
+
+def take_listener(link: socket.socket) -> socket.socket | None:
+    """The listener that a gate hands over; anything else is closed."""
+    link.settimeout(GATE_SECONDS)
+    _, numbers, _, _ = socket.recv_fds(link, 1, 1)
+    for number in numbers:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            os.close(number)
+            continue
+        sock = socket.socket(fileno=number)
+        if is_listener(sock):
+            return sock
+        sock.close()
+    return None
+
+
+GATE_SLOTS = threading.Semaphore(GATES)
+
+
+def serve_gate(link: socket.socket) -> None:
+    try:
+        with link:
+            listener = take_listener(link)
+            if listener:
+                with listener:
+                    link.sendall(b"+")
+                    accept_clients(link, listener)
+    except OSError:
+        pass
+    finally:
+        GATE_SLOTS.release()
+
+
+def accept_clients(link: socket.socket, listener: socket.socket) -> None:
+    """Until the gate goes. Raises OSError when the listener is of no use any more."""
+    listener.setblocking(False)
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    poll.register(listener, select.POLLIN)
+    while link.fileno() not in dict(poll.poll()):
+        try:
+            client, _ = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            continue
+        except OSError as error:
+            if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                raise
+            print(f"sandbox: accept: {error}", file=sys.stderr)
+            time.sleep(RETRY_SECONDS)  # no file descriptors, or no memory
+            continue
+        start(serve_client, client, CLIENTS)
+
+
+def start(target: Callable[[socket.socket], None], sock: socket.socket, slots: threading.Semaphore) -> None:
+    """Serve a socket in a thread of its own, or close it where there are too many."""
+    if slots.acquire(blocking=False):
+        try:
+            threading.Thread(target=target, args=(sock,), daemon=True).start()
+            return
+        except RuntimeError:  # the limit on processes
+            slots.release()
+    sock.close()
+
+
+# --- Commands ---
+
+
+def cmd_serve() -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))  # the first process of a container has no default for them
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
+    threading.stack_size(STACK_BYTES)
+    if not os.path.exists(rules_path()):
+        start_rules()
+    with listen(os.path.join(DIRECTORY, "proxy.sock")) as server:
+        while True:
+            link, _ = server.accept()
+            start(serve_gate, link, GATE_SLOTS)
+
+
+def start_rules() -> None:
+    try:
+        write_rules(os.environ.get("SANDBOX_RULES", ""))
+    except (OSError, ValueError) as error:
+        print(f"sandbox: everything is refused: SANDBOX_RULES: {error}", file=sys.stderr)
+
+
+def listen(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    server = socket.socket(socket.AF_UNIX)
+    os.umask(0o177)
+    server.bind(path)
+    server.listen(GATES)
+    return server
+
+
+def cmd_gate() -> int:
+    deadline = time.monotonic() + GATE_SECONDS
+    while True:
+        try:
+            link = hand_over()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                print(f"sandbox: the network proxy does not take port {PORT}: {error}", file=sys.stderr)
+                return 1
+            time.sleep(RETRY_SECONDS)
+    if not os.fork():
+        detach()
+        keep_handing_over(link)
+    return 0
+
+
+def detach() -> None:
+    os.setsid()
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+
+
+def keep_handing_over(link: socket.socket) -> None:
+    while True:
+        with link, contextlib.suppress(OSError):
+            link.settimeout(None)
+            link.recv(1)
+        with contextlib.suppress(OSError):
+            link = hand_over()
+            continue
+        time.sleep(RETRY_SECONDS)
+
+
+def hand_over() -> socket.socket:
+    """Give a new listener away; the connection lives as long as the proxy serves it. Raises OSError."""
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        link.settimeout(GATE_SECONDS)
+        link.connect(os.path.join(DIRECTORY, "proxy.sock"))
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", PORT))
+            listener.listen(BACKLOG)
+            socket.send_fds(link, [b"L"], [listener.fileno()])
+        if link.recv(1) != b"+":
+            raise ConnectionError("it was refused")
+    except OSError:
+        link.close()
+        raise
+    return link
+
+
+def cmd_set() -> int:
+    try:
+        write_rules(os.environ.get("SANDBOX_RULES", ""))
+    except (OSError, ValueError) as error:
+        print(f"sandbox: the rules stay as they are: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def cmd_check(text: str) -> int:
+    try:
+        host, port = split_port(text)
+    except ValueError as error:
+        print(f"sandbox: {clean(text)}: {error}", file=sys.stderr)
+        return 1
+    decision = decide(host, port or DEFAULT_PORTS[0], resolve)
+    sys.stdout.write(decision.line())
+    return 1 if decision.reason else 0
+
+
+COMMANDS = {"serve": cmd_serve, "gate": cmd_gate, "set": cmd_set}
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) == 1 and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]]()
+    if len(argv) == 2 and argv[0] == "check":
+        return cmd_check(argv[1])
+    print("usage: proxy.py serve | gate | set | check HOST[:PORT]", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
