@@ -998,7 +998,7 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
 
 
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
-    """Remove the container and create it again from what is configured now; settings and jobs stay."""
+    """Put a new container from what is configured now in the place of the old one; settings and jobs stay."""
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
@@ -1008,9 +1008,10 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
-    sandbox.remove_container(engine, session)
-    engine, session = sandbox.create_session([engine], session.name, config, Layer({**kept, **place}, ""))
-    app.sessions.changed()
+    try:
+        session = sandbox.recreate_session(engine, session, config, Layer({**kept, **place}, ""))
+    finally:
+        app.sessions.changed()
     autostart(engine, session)
     return json_answer(session_data(session, engine))
 
