@@ -2300,9 +2300,9 @@ def serve(args: argparse.Namespace) -> int:
     if not is_loopback(address[0]) and not tls:
         sandbox.say(f"warning: without TLS everyone on the way to {address[0]} can read the password and the terminals;"
                     " give --cert and --key, or listen on 127.0.0.1 and come through ssh -L")
+    fetch_libraries()
     if args.restart and not stop_server(address):
         sandbox.say(f"there was no server at {address_text(address)}")
-    fetch_libraries()
     background = args.background or args.restart
     record = {"background": background, "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
     if background:
@@ -2363,7 +2363,8 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app.stopping = True
     server.server_close()
     app.terminals.close_all()
-    lock.write({"pid": os.getpid(), "background": record["background"]})
+    with suppress(OSError):
+        lock.write({"pid": os.getpid(), "background": record["background"]})
     return status
 
 
