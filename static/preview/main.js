@@ -86,7 +86,7 @@ class Tile {
     } }, "Dismiss");
     this.start = h("button", { type: "button", onclick: () => this.act("start") }, "Start");
     this.setUp = h("p", { class: "set-up" }, "It cannot be prompted: it has no agent prompt command. ",
-      h("a", { href: `/#/s/${encodeURIComponent(name)}/settings` }, "Set one"));
+      h("a", { href: `/#/s/${encodeURIComponent(name)}/settings`, "aria-label": `Set one for ${name}` }, "Set one"));
     this.form = h("form", {}, this.setUp, this.box, this.send, this.done, this.stop, this.start);
     this.element = h("article", { class: "tile", "aria-labelledby": id },
       h("header", {}, h("h2", { id }, h("a", { href: `/#/s/${encodeURIComponent(name)}/agent` }, name)), this.state),
