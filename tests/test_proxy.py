@@ -31,6 +31,7 @@ from service import wait_for
 PROXY = ROOT / "static" / "image" / "proxy.py"
 OUTSIDE = "127.0.0.9"
 SECONDS = 30.0
+ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 Handler = Callable[[socket.socket], None]
 
@@ -102,7 +103,7 @@ class Proxy:
     def tunnel(self, host: str, port: int) -> socket.socket:
         sock = self.connect()
         sock.sendall(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
-        assert read_until(sock, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+        assert read_exactly(sock, len(ESTABLISHED)) == ESTABLISHED
         return sock
 
     def rss_kib(self) -> int:
