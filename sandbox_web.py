@@ -819,8 +819,7 @@ def fields(data: Mapping[str, Any], **types: type) -> dict[str, Any]:
         if name not in types:
             raise WebError("bad_request", f"unknown field {name!r}{sandbox.nearest(name, types)}",
                            f"the fields are {', '.join(types)}")
-        fits = isinstance(value, types[name]) and (types[name] is not int or not isinstance(value, bool))
-        if value is not None and not fits:
+        if value is not None and not isinstance(value, types[name]):
             raise WebError("bad_request", f"{name}: {json.dumps(value)[:80]} is not a {types[name].__name__}")
     return {name: value for name, value in data.items() if value is not None}
 
@@ -1807,7 +1806,7 @@ class Terminal:
         wanted = viewer.sent
         viewer.sent = viewer.acked = wanted if self.ring.start <= wanted <= self.ring.end else self.ring.start
         self.viewers.append(viewer)
-        if viewer.wants_to_write or self.writer is None and viewer.wants_to_write:
+        if viewer.wants_to_write:
             self.writer = viewer
         viewer.control(type="hello", id=self.id, session=self.session.name, run=self.run, seq=viewer.sent,
                        start=self.ring.start, end=self.ring.end, resumed=viewer.sent == wanted,

@@ -5,7 +5,7 @@ const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
 const [{ api, link }, { $, h, say, toast }, { agentName, ago, lasted, tailOf }, { refresh, startPolling, store }, { AgentStream }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js"].map((name) => import(ui + name)));
 
-const TAIL_BYTES = 8192;
+const TAIL_BYTES = 16384; // an event of a few letters may take 300
 const SHOWN_LINES = 40;
 const STATES = { working: "Working", waiting: "Waiting for you", failed: "Failed", idle: "Idle" };
 const NEEDY = ["failed", "waiting"];
@@ -181,7 +181,8 @@ class Tile {
     else if (last && last.state !== "running" && last.exit) lines.push({ kind: "bad", text: `ended with status ${last.exit}` });
     const atEnd = this.tail.scrollHeight - this.tail.scrollTop - this.tail.clientHeight < 30;
     this.tail.replaceChildren(...(lines.length ? lines.map(({ kind, text }) => h("p", { class: kind }, text))
-      : [h("p", { class: "nothing" }, last?.state === "running" ? "nothing yet" : last ? "no output" : "not prompted yet")]));
+      : [h("p", { class: "nothing" }, !last ? "not prompted yet"
+        : last.state !== "running" ? "no output" : last.size ? "at work…" : "nothing yet")]));
     if (atEnd) this.tail.scrollTop = this.tail.scrollHeight;
   }
 }
