@@ -1517,7 +1517,7 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
     with open(f"{folder}/job.json", encoding="utf-8") as file:
         tag = json.load(file)["tag"]
     first = not os.path.exists(f"{folder}/cancel")
-    with open(f"{folder}/cancel", "w"):
+    with suppress(OSError), open(f"{folder}/cancel", "w"):  # a full disk must not keep what fills it alive
         pass
     threading.Thread(target=cancel, args=(engine, session, folder, tag, first), daemon=True).start()
     return json_answer(job, 202)
