@@ -530,6 +530,27 @@ def test_a_network_is_chosen_and_the_container_created_again(page: Page, service
     assert page.eval("document.querySelector('.job:last-child .output').textContent").count("lo\n") == 1
 
 
+def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> None:
+    service.create(name, network={"allow": ["one.example"]})
+    open_screen(page, service, name, "settings")
+    page.see("As configured (1 allowed host)", ".settings")
+    page.click("input[value=list]")
+    assert page.eval("document.querySelector('[aria-label=\"Allowed hosts\"]').value") == "one.example"
+    page.fill("[aria-label='Allowed hosts']", "one.example\n*.two.example:443")
+    page.fill("[aria-label='Denied hosts']", "bad.two.example")
+    page.click(".settings button[type=submit]")
+    page.see("2 allowed hosts", ".session-head")
+    assert not page.eval("document.querySelector('.callout')")  # no new container
+    wanted = {"allow": ["one.example", "*.two.example:443"], "deny": ["bad.two.example"]}
+    assert service.get(f"/api/sessions/{name}/settings").json["settings"]["network"] == wanted
+    assert service.get(f"/api/sessions/{name}/network").json == wanted
+    page.fill("[aria-label='Allowed hosts']", "no host/at all")
+    page.click(".settings button[type=submit]")
+    page.see("host/at", ".problem")
+    page.errors.clear()  # the 400 that was asked for
+    page.see("Not saved yet", ".settings")
+
+
 # --- Mission control ---
 
 
