@@ -142,8 +142,10 @@ def as_web_error(error: Exception) -> WebError:
 
 
 def log(line: str) -> None:
-    print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), line, file=sys.stderr, flush=True)
-    with LOG_LOCK:
+    """Write a line to the log; a full disk keeps nobody from an answer."""
+    with suppress(OSError), LOG_LOCK:
+        if sys.stderr:  # else the descriptor is another file's
+            os.write(2, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n".encode("utf-8", "replace"))
         if LOG_PATH and os.fstat(2).st_size > LOG_BYTES:
             os.replace(LOG_PATH[0], f"{LOG_PATH[0]}.1")
             open_log(LOG_PATH[0])

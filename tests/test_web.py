@@ -651,6 +651,28 @@ def test_the_log_of_a_background_server_is_bounded(engine: Engine, home: Path) -
     assert engine.sandbox("serve", service.address, "--stop").returncode == 0
 
 
+def test_a_log_that_cannot_be_written_keeps_nobody_from_an_answer(engine: Engine, home: Path) -> None:
+    (home / "web").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", home / "web"], check=True)
+    try:
+        service = Service(engine, start=False)
+        assert engine.sandbox("serve", service.address, "-d", "-P", PASSWORD).returncode == 0
+        assert service.log_in().status == 200
+        with (home / "web" / "filler").open("wb") as filler:
+            subprocess.run(["head", "-c", "100000", "/dev/zero"], stdout=filler, stderr=subprocess.DEVNULL)
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+        for _ in range(100):
+            connection.request("GET", "/api/profiles", headers={"Cookie": service.cookie})
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.headers["Connection"] == "keep-alive" and answer.read()
+        connection.close()
+        assert service.post("/auth/logout").status == 200
+        assert service.get("/api/profiles").status == 401
+        assert engine.sandbox("serve", service.address, "--stop").returncode == 0
+    finally:
+        subprocess.run(["umount", home / "web"], check=True)
+
+
 def test_a_stale_or_reused_pid_is_never_signalled(engine: Engine, home: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     assert engine.sandbox("serve", address, "-d").returncode == 0
