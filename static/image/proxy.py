@@ -350,7 +350,10 @@ def bad(text: str) -> Answer:
 
 def receive(sock: socket.socket, deadline: float) -> bytes:
     """What comes next, empty at the end. Raises OSError, after the deadline TimeoutError."""
-    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
     return sock.recv(16 * 1024)
 
 
