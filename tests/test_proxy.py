@@ -472,10 +472,13 @@ BODIES = [
     (b"Transfer-Encoding: chunked\r\n\r\n",
      b"5\r\nhello\r\nA;x=\"y\"\r\n0123456789\r\n000\r\nX-T: 1\r\n\r\n", b"0\r\n\r\n"),
     (b"Transfer-Encoding: Chunked\r\n\r\n", b"0\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"),
+    # More than is read along with the head.
+    (b"Content-Length: 40000\r\n\r\n", b"x" * 39_990 + b"0123456789", b"POST / HTTP/1.1\r\n\r\n"),
+    (b"Transfer-Encoding: chunked\r\n\r\n", b"9c40\r\n" + b"x" * 40_000 + b"\r\n0\r\n\r\n", b"0\r\n\r\n"),
 ]
 
 
-@pytest.mark.parametrize("step", [1, 100000])
+@pytest.mark.parametrize("step", [3, 100_000])
 @pytest.mark.parametrize("head, body, after", BODIES)
 def test_a_body_goes_on_exactly_and_nothing_after_it(running: Proxy, head: bytes, body: bytes, after: bytes,
                                                      step: int) -> None:
@@ -1169,6 +1172,14 @@ def test_bad_clients_do_not_stop_others(running: Proxy) -> None:
         for _ in range(10):
             assert running.send(head + b"\r\n") == fine.answer
         stop.set()
+
+
+def test_after_a_deadline_not_a_byte_more_is_taken() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        one.sendall(b"x")
+        with pytest.raises(TimeoutError):
+            proxy.receive(other, time.monotonic() - 1)
 
 
 def test_what_comes_too_slowly_is_refused(running: Proxy) -> None:
