@@ -447,7 +447,7 @@ def test_a_request_goes_on_in_origin_form(running: Proxy) -> None:
         running.allow(outside.place)
         answer = running.send((f"GET http://{outside.place}/a?b=c HTTP/1.1\r\nHost: {outside.place}\r\n"
                                "Accept:  */* \r\n"
-                               "Connection: keep-alive, X-Mine\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\n"
+                               "Connection: keep-alive, X-Mine, Upgrade\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\n"
                                "Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic x\r\nTrailer: X\r\n"
                                "Upgrade: h2c\r\nCookie: a=\xe4\r\n\r\n").encode("latin-1"))
         assert answer == b"HTTP/1.1 200 OK\r\nX: y\r\n\r\nhello"
@@ -953,6 +953,22 @@ def test_a_client_that_goes_is_told_to_the_server(running: Proxy) -> None:
             sock.sendall(f"GET http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n\r\n".encode())
             wait_for(lambda: outside.connections == 1)
         wait_for(lambda: ends == [b""])
+
+
+@pytest.mark.parametrize("body", [b"", b"hello"])
+def test_a_client_that_waits_is_not_taken_for_gone(running: Proxy, body: bytes) -> None:
+    def handler(sock: socket.socket) -> None:
+        read_until(sock, b"\r\n\r\n" + body)
+        sock.sendall(b"the end" if select.select([sock], [], [], 0.3)[0] else b"waits")
+
+    with Outside(handler) as outside:
+        running.allow(outside.place)
+        with running.connect() as sock:
+            sock.sendall(f"POST http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n"
+                         f"Content-Length: {len(body)}\r\n\r\n".encode())
+            wait_for(lambda: outside.connections == 1)
+            sock.sendall(body)
+            assert read_all(sock) == b"waits"
 
 
 def test_new_rules_are_for_new_connections(running: Proxy) -> None:
