@@ -447,7 +447,8 @@ def test_a_request_goes_on_in_origin_form(running: Proxy) -> None:
         running.allow(outside.place)
         answer = running.send((f"GET http://{outside.place}/a?b=c HTTP/1.1\r\nHost: {outside.place}\r\n"
                                "Accept:  */* \r\n"
-                               "Connection: keep-alive, X-Mine, Upgrade\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\n"
+                               "Connection: keep-alive, X-Mine, Upgrade\r\nX-Mine: 1\r\nTE: trailers\r\n"
+                               "Keep-Alive: 5\r\n"
                                "Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic x\r\nTrailer: X\r\n"
                                "Upgrade: h2c\r\nCookie: a=\xe4\r\n\r\n").encode("latin-1"))
         assert answer == b"HTTP/1.1 200 OK\r\nX: y\r\n\r\nhello"
