@@ -447,7 +447,8 @@ def test_a_request_goes_on_in_origin_form(running: Proxy) -> None:
         running.allow(outside.place)
         answer = running.send((f"GET http://{outside.place}/a?b=c HTTP/1.1\r\nHost: {outside.place}\r\n"
                                "Accept:  */* \r\n"
-                               "Connection: keep-alive, X-Mine\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\n"
+                               "Connection: keep-alive, X-Mine, Upgrade\r\nX-Mine: 1\r\nTE: trailers\r\n"
+                               "Keep-Alive: 5\r\n"
                                "Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic x\r\nTrailer: X\r\n"
                                "Upgrade: h2c\r\nCookie: a=\xe4\r\n\r\n").encode("latin-1"))
         assert answer == b"HTTP/1.1 200 OK\r\nX: y\r\n\r\nhello"
@@ -472,10 +473,13 @@ BODIES = [
     (b"Transfer-Encoding: chunked\r\n\r\n",
      b"5\r\nhello\r\nA;x=\"y\"\r\n0123456789\r\n000\r\nX-T: 1\r\n\r\n", b"0\r\n\r\n"),
     (b"Transfer-Encoding: Chunked\r\n\r\n", b"0\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"),
+    # More than is read along with the head.
+    (b"Content-Length: 40000\r\n\r\n", b"x" * 39_990 + b"0123456789", b"POST / HTTP/1.1\r\n\r\n"),
+    (b"Transfer-Encoding: chunked\r\n\r\n", b"9c40\r\n" + b"x" * 40_000 + b"\r\n0\r\n\r\n", b"0\r\n\r\n"),
 ]
 
 
-@pytest.mark.parametrize("step", [1, 100000])
+@pytest.mark.parametrize("step", [3, 100_000])
 @pytest.mark.parametrize("head, body, after", BODIES)
 def test_a_body_goes_on_exactly_and_nothing_after_it(running: Proxy, head: bytes, body: bytes, after: bytes,
                                                      step: int) -> None:
@@ -952,6 +956,22 @@ def test_a_client_that_goes_is_told_to_the_server(running: Proxy) -> None:
         wait_for(lambda: ends == [b""])
 
 
+@pytest.mark.parametrize("body", [b"", b"hello"])
+def test_a_client_that_waits_is_not_taken_for_gone(running: Proxy, body: bytes) -> None:
+    def handler(sock: socket.socket) -> None:
+        read_until(sock, b"\r\n\r\n" + body)
+        sock.sendall(b"the end" if select.select([sock], [], [], 0.3)[0] else b"waits")
+
+    with Outside(handler) as outside:
+        running.allow(outside.place)
+        with running.connect() as sock:
+            sock.sendall(f"POST http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n"
+                         f"Content-Length: {len(body)}\r\n\r\n".encode())
+            wait_for(lambda: outside.connections == 1)
+            sock.sendall(body)
+            assert read_all(sock) == b"waits"
+
+
 def test_new_rules_are_for_new_connections(running: Proxy) -> None:
     with Outside(echo) as outside:
         running.allow(outside.place)
@@ -1171,6 +1191,14 @@ def test_bad_clients_do_not_stop_others(running: Proxy) -> None:
         stop.set()
 
 
+def test_after_a_deadline_not_a_byte_more_is_taken() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        one.sendall(b"x")
+        with pytest.raises(TimeoutError):
+            proxy.receive(other, time.monotonic() - 1)
+
+
 def test_what_comes_too_slowly_is_refused(running: Proxy) -> None:
     with Outside(echo, "127.0.0.1") as outside:
         running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}")
@@ -1181,7 +1209,7 @@ def test_what_comes_too_slowly_is_refused(running: Proxy) -> None:
         half_method.sendall(b"GET")
         end = time.monotonic() + SECONDS
         with half_head, half_hello, half_method:
-            while time.monotonic() < end and not select.select([half_head], [], [], 0.5)[0]:
+            while time.monotonic() < end and not select.select([half_head], [], [], 0.0005)[0]:
                 half_head.sendall(b"X")  # every byte counts, none gives more time
             assert b" 400 " in read_all(half_head)
             assert read_all(half_hello) == b"\x15\x03\x03\x00\x02\x02\x70"

@@ -350,7 +350,10 @@ def bad(text: str) -> Answer:
 
 def receive(sock: socket.socket, deadline: float) -> bytes:
     """What comes next, empty at the end. Raises OSError, after the deadline TimeoutError."""
-    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
     return sock.recv(16 * 1024)
 
 
@@ -506,7 +509,7 @@ class Pipe:
         self.buffer: mmap.mmap | None = None
 
     def wants(self) -> int:
-        """The events to wait for at the source."""
+        """The events to wait for at the source; after a request's body only its end."""
         if not self.open or self.data:
             return 0
         return select.POLLRDHUP if self.body and self.body.done else select.POLLIN
@@ -528,10 +531,8 @@ class Pipe:
             self.buffer = None
 
     def fill(self) -> bool:
-        if not self.open:
+        if not self.open or self.body and self.body.done:
             return False
-        if self.body and self.body.done:
-            return self.end()
         if not self.buffer:
             try:
                 self.buffer = BUFFERS.pop()
@@ -583,7 +584,7 @@ def relay(up: Pipe, down: Pipe, both: bool) -> None:
         for pipe in (up, down):
             event = ready.get((pipe.sink if pipe.data else pipe.source).fileno(), 0)
             if event & ~(select.POLLIN | select.POLLRDHUP if pipe.data else select.POLLOUT):
-                pipe.move()
+                pipe.end() if pipe.wants() == select.POLLRDHUP else pipe.move()
 
 
 # --- One client ---
