@@ -22,6 +22,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import mmap
 import os
 import re
 import secrets
@@ -1439,28 +1440,30 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
 
 
 class Ring:
-    """The last RING_BYTES of an output, at most one chunk more; `start` and `end` count from its first byte."""
+    """The last RING_BYTES of an output; `start` and `end` count from its first byte.
+
+    A mapping of its own: it takes what has been printed, page by page, and all of it goes back when it ends.
+    """
 
     def __init__(self) -> None:
-        self.chunks: deque[bytearray] = deque()
-        self.start = self.end = 0
+        self.memory = memoryview(mmap.mmap(-1, RING_BYTES))
+        self.end = 0
 
-    def add(self, data: bytes) -> None:
-        if not self.chunks or len(self.chunks[-1]) + len(data) > CHUNK_BYTES:
-            self.chunks.append(bytearray())
-        self.chunks[-1] += data
-        self.end += len(data)
-        while self.end - self.start - len(self.chunks[0]) >= RING_BYTES:
-            self.start += len(self.chunks.popleft())
+    @property
+    def start(self) -> int:
+        return max(0, self.end - RING_BYTES)
+
+    def take(self, fd: int) -> int:
+        """Read once, straight into the ring: how many bytes. Raises OSError."""
+        at = self.end % RING_BYTES
+        count = os.readv(fd, [self.memory[at : at + CHUNK_BYTES]])
+        self.end += count
+        return count
 
     def read(self, position: int) -> bytes:
-        """What follows a position that lies within the ring: up to the end of the chunk it is in."""
-        at = self.start
-        for chunk in self.chunks:
-            if position < at + len(chunk):
-                return bytes(chunk[position - at :])
-            at += len(chunk)
-        return b""
+        """A piece of what follows a position that lies within the ring."""
+        at = position % RING_BYTES
+        return bytes(self.memory[at : at + min(CHUNK_BYTES, self.end - position)])
 
 
 class Viewer:
@@ -1665,18 +1668,16 @@ class Terminal:
 
     def read_output(self) -> None:
         """Read until there is nothing more for now, and send it as one frame."""
-        chunks, size = [], 0
+        size = 0
         try:
-            while size < CHUNK_BYTES and (data := os.read(self.master, CHUNK_BYTES)):
-                chunks.append(data)
-                size += len(data)
+            while size < CHUNK_BYTES and (count := self.ring.take(self.master)):
+                size += count
             over = size < CHUNK_BYTES
         except (BlockingIOError, InterruptedError):
             over = False
         except OSError:  # EIO: nobody has the other end open any more
             over = True
-        if chunks:
-            self.ring.add(b"".join(chunks))
+        if size:
             for viewer in self.viewers:
                 self.flush(viewer)
         if over:
