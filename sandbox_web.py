@@ -1821,6 +1821,7 @@ class Terminal:
         with suppress(OSError):
             viewer.sock.shutdown(socket.SHUT_WR)
         viewer.sock.close()
+        viewer.protocol.parser.close()  # it holds the protocol, and would only go with the garbage collection
         viewer.left()
         if viewer is self.writer:
             self.writer = None
