@@ -2207,6 +2207,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         raise SandboxError(f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
                            f"sandbox serve {where} --restart, or --stop")
     app = App(address, config, tls is not None)
+    share_one_heap()
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(0.0005)
     try:
@@ -2240,6 +2241,16 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     server.server_close()
     app.terminals.close_all()
     return status
+
+
+def share_one_heap() -> None:
+    """Have glibc keep one heap for all threads, and large buffers out of it: what is freed goes back to the system."""
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-8, 1)  # M_ARENA_MAX
+        mallopt(-3, 2 * CHUNK_BYTES)  # M_MMAP_THRESHOLD, which would grow
 
 
 def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:
