@@ -259,7 +259,7 @@ def until(client: Client, mark: bytes) -> int:
     return size
 
 
-def ready(client: Client, line: bytes = b"") -> Any:
+def ready(client: Client, line: bytes = b"true") -> Any:
     """The client, when the shell has carried out the line and waits; in raw mode it then echoes what it is given."""
     time.sleep(0.5)
     client.write(line + b"; echo rea''dy" + (b"; exec cat\n" if b"raw" in line else b"\n"))
