@@ -22,6 +22,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import mmap
 import os
 import re
 import secrets
@@ -1539,28 +1540,30 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
 
 
 class Ring:
-    """The last RING_BYTES of an output, at most one chunk more; `start` and `end` count from its first byte."""
+    """The last RING_BYTES of an output; `start` and `end` count from its first byte.
+
+    A mapping of its own: it takes what has been printed, page by page, and all of it goes back when it ends.
+    """
 
     def __init__(self) -> None:
-        self.chunks: deque[bytearray] = deque()
-        self.start = self.end = 0
+        self.memory = memoryview(mmap.mmap(-1, RING_BYTES))
+        self.end = 0
 
-    def add(self, data: bytes) -> None:
-        if not self.chunks or len(self.chunks[-1]) + len(data) > CHUNK_BYTES:
-            self.chunks.append(bytearray())
-        self.chunks[-1] += data
-        self.end += len(data)
-        while self.end - self.start - len(self.chunks[0]) >= RING_BYTES:
-            self.start += len(self.chunks.popleft())
+    @property
+    def start(self) -> int:
+        return max(0, self.end - RING_BYTES)
+
+    def take(self, fd: int) -> int:
+        """Read once, straight into the ring: how many bytes. Raises OSError."""
+        at = self.end % RING_BYTES
+        count = os.readv(fd, [self.memory[at : at + CHUNK_BYTES]])
+        self.end += count
+        return count
 
     def read(self, position: int) -> bytes:
-        """What follows a position that lies within the ring: up to the end of the chunk it is in."""
-        at = self.start
-        for chunk in self.chunks:
-            if position < at + len(chunk):
-                return bytes(chunk[position - at :])
-            at += len(chunk)
-        return b""
+        """A piece of what follows a position that lies within the ring."""
+        at = position % RING_BYTES
+        return bytes(self.memory[at : at + min(CHUNK_BYTES, self.end - position)])
 
 
 class Viewer:
@@ -1765,18 +1768,16 @@ class Terminal:
 
     def read_output(self) -> None:
         """Read until there is nothing more for now, and send it as one frame."""
-        chunks, size = [], 0
+        size = 0
         try:
-            while size < CHUNK_BYTES and (data := os.read(self.master, CHUNK_BYTES)):
-                chunks.append(data)
-                size += len(data)
+            while size < CHUNK_BYTES and (count := self.ring.take(self.master)):
+                size += count
             over = size < CHUNK_BYTES
         except (BlockingIOError, InterruptedError):
             over = False
         except OSError:  # EIO: nobody has the other end open any more
             over = True
-        if chunks:
-            self.ring.add(b"".join(chunks))
+        if size:
             for viewer in self.viewers:
                 self.flush(viewer)
         if over:
@@ -1920,6 +1921,7 @@ class Terminal:
         with suppress(OSError):
             viewer.sock.shutdown(socket.SHUT_WR)
         viewer.sock.close()
+        viewer.protocol.parser.close()  # it holds the protocol, and would only go with the garbage collection
         viewer.left()
         if viewer is self.writer:
             self.writer = None
@@ -2332,6 +2334,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         raise SandboxError(f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
                            f"sandbox serve {where} --restart, or --stop")
     app = App(address, config, tls is not None)
+    share_one_heap()
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(0.0005)
     try:
@@ -2367,6 +2370,16 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     with suppress(OSError):
         lock.write({"pid": os.getpid(), "background": record["background"]})
     return status
+
+
+def share_one_heap() -> None:
+    """Have glibc keep one heap for all threads, and large buffers out of it: what is freed goes back to the system."""
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-8, 1)  # M_ARENA_MAX
+        mallopt(-3, 2 * CHUNK_BYTES)  # M_MMAP_THRESHOLD, which would grow
 
 
 def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:
