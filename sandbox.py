@@ -1028,12 +1028,15 @@ def remember(engine: Engine, session: Session) -> None:
     known = recall([engine], session.name)
     if known and known[1].id == session.id:
         return
-    with suppress(OSError):
-        os.makedirs(os.path.dirname(memory_path(engine, session.name)), mode=0o700, exist_ok=True)
-        temporary = memory_path(engine, session.name) + random_id()
+    temporary = memory_path(engine, session.name) + random_id()
+    try:
+        os.makedirs(os.path.dirname(temporary), mode=0o700, exist_ok=True)
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump({"id": session.id, "labels": session.labels}, file)
         os.replace(temporary, memory_path(engine, session.name))
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
 
 
 def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | None:

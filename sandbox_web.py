@@ -83,19 +83,20 @@ PING_SECONDS, SILENCE_SECONDS = 30, 75
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
 STOP_SECONDS = 15
+LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it kept
 
 Params = Mapping[str, str]
 Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 
-# How each agent is prompted without a terminal: JSON events, and the conversation goes on where there is one.
+# How each agent is prompted without a terminal: JSON events as they come, and a conversation that goes on (all four
+# begin one where there is none). A prompt that begins with a dash is no option.
 PROMPT_COMMANDS = {
-    "claude": "claude -p {prompt} $(ls ~/.claude/projects/*/*.jsonl >/dev/null 2>&1 && echo --continue)"
-              " --output-format stream-json --verbose --dangerously-skip-permissions",
-    "gemini": "gemini -p {prompt} $(ls ~/.gemini/tmp/*/chats/*.json* >/dev/null 2>&1 && echo -r latest)"
-              " -o stream-json --yolo",
-    "codex": "codex exec $(ls ~/.codex/sessions/*/*/*/*.jsonl >/dev/null 2>&1 && echo resume --last)"
-             " --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox {prompt}",
-    "opencode": "opencode run $(opencode session list 2>/dev/null | grep -q ses_ && echo -c) --format json {prompt}",
+    "claude": "claude -p --continue --output-format stream-json --verbose --include-partial-messages"
+              " --dangerously-skip-permissions -- {prompt}",
+    "gemini": "gemini --prompt={prompt} --resume latest --output-format stream-json --yolo",
+    "codex": "codex exec resume --last --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
+             " -- {prompt}",
+    "opencode": "opencode run --continue --format json -- {prompt}",
 }
 
 # --- Errors ---
@@ -142,6 +143,22 @@ def as_web_error(error: Exception) -> WebError:
 
 def log(line: str) -> None:
     print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), line, file=sys.stderr, flush=True)
+    with LOG_LOCK:
+        if LOG_PATH and os.fstat(2).st_size > LOG_BYTES:
+            os.replace(LOG_PATH[0], f"{LOG_PATH[0]}.1")
+            open_log(LOG_PATH[0])
+
+
+LOG_LOCK = threading.Lock()
+LOG_PATH: list[str] = []  # of a server in the background; another's output is not ours to cut
+
+
+def open_log(path: str) -> None:
+    """Let our output go to the end of a file."""
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd in (1, 2):
+        os.dup2(target, fd)
+    os.close(target)
 
 
 # --- Requests ---
@@ -312,9 +329,11 @@ class Wire:
 
 # --- Answers ---
 
-CSP = ("default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
        "font-src 'self'; connect-src 'self'; manifest-src 'self'; worker-src 'self'; base-uri 'none'; "
        "form-action 'self'; frame-ancestors 'none'")
+# xterm.js writes style elements of its own and takes no nonce for them.
+CSP_OF_TERMINALS = CSP.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 COMMON = {
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "DENY", "Content-Security-Policy": CSP,
@@ -502,8 +521,10 @@ class Gateway:
         return self.store(secrets.token_bytes(32), {})
 
     def store(self, secret: bytes, ended: dict[str, float]) -> tuple[bytes, dict[str, float]]:
-        with suppress(SandboxError):  # then logins end with the process
+        try:
             sandbox.write_private(self.path, json.dumps({"secret": secret.hex(), "ended": ended}))
+        except SandboxError as error:  # a new secret ends with the process, an ended login may come back with the next
+            log(f"what is known of logins could not be stored: {error.message}")
         return secret, ended
 
     def sign(self, text: str) -> str:
@@ -758,9 +779,11 @@ def packed_asset(name: str) -> tuple[bytes, str, bool]:
 
 def static_file(name: str) -> Callable[[App, Request, Params], Answer]:
     """A route to one file, not cached."""
+    headers = {"Content-Security-Policy": CSP_OF_TERMINALS} if name == "ui/index.html" else {}
+
     def get(_app: App, _request: Request, _params: Params) -> Answer:
         body, type, packed = packed_asset(name)
-        return Answer(body, type, packed=packed)
+        return Answer(body, type, headers=headers, packed=packed)
 
     return get
 
@@ -1025,13 +1048,17 @@ def post_stop(app: App, _request: Request, params: Params) -> Answer:
 
 
 def settings_answer(session: Session) -> Answer:
-    """The settings, what is in force, and what needs a new container."""
+    """The settings, what is in force, what would be without them, and what needs a new container."""
     settings = read_settings(session.name)
-    config = session_config(session, settings)
-    effective = {key: config.get(key) for key in ("network", "autostart")}
-    effective["agentPromptCommand"] = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
-    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS}, "effective": effective,
-                        "recreate": recreate_lines(session, config)})
+    config, without = session_config(session, settings), session_config(session, {})
+    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
+                        "effective": in_force(session, config, settings),
+                        "configured": in_force(session, without, {}), "recreate": recreate_lines(session, config)})
+
+
+def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
+    template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
+    return {"network": config.get("network"), "autostart": config.get("autostart"), "agentPromptCommand": template}
 
 
 def get_settings(_app: App, _request: Request, params: Params) -> Answer:
@@ -1151,7 +1178,8 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
                              "directory": config.get("hostPath") if own else "", "error": None})
         except SandboxError as error:
             profiles.append({"name": name, "agent": "", "image": "", "directory": "", "error": error.message})
-    return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS), "directory": os.getcwd()})
+    directory = base_config().get("hostPath") or ""
+    return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS), "directory": directory})
 
 
 # --- Jobs ---
@@ -1181,7 +1209,11 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     folder = job_folder(session.name, id)
     argv = sandbox.exec_argv(engine, session, workdir(session), tag, sandbox.compose(command, []))
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown, "started": iso(now)}
-    sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
+    try:
+        sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
+    except BaseException:
+        sandbox.remove_tree(folder)
+        raise
     null = os.open(os.devnull, os.O_RDWR)
     try:
         pid = sandbox.spawn([*own_argv(), "__job", folder], env={**os.environ, "SANDBOX_ENV": script},
@@ -1200,13 +1232,14 @@ def own_argv() -> list[str]:
 
 
 def autostart(engine: Engine, session: Session) -> None:
-    """Start the session's autostart script as a job; a failure is that job's affair."""
-    script = session_config(session).get("autostart")
+    """Start the session's autostart script as a job. Raises WebError when the container runs without it."""
     try:
-        if script:
+        if script := session_config(session).get("autostart"):
             start_job(engine, session, "autostart", script, {})
     except (WebError, SandboxError, OSError) as error:
-        log(f"the autostart script of {session.name} could not be started: {error}")
+        cause = as_web_error(error)
+        raise WebError(cause.code, f"{session.name} was started, but not its autostart script: {cause.message}",
+                       cause.hint) from None
 
 
 ENDED_JOBS: dict[str, dict[str, Any]] = {}  # what is over does not change
@@ -2169,16 +2202,15 @@ class Lock:
             return False
         return True
 
-    def write(self, background: bool) -> None:
-        text = json.dumps({"pid": os.getpid(), "background": background}).encode()
+    def write(self, record: Mapping[str, Any]) -> None:
         os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, text, 0)
+        os.pwrite(self.fd, json.dumps(record).encode(), 0)
 
     def read(self) -> dict[str, Any]:
         """What the holder, or the last one, has written."""
         for _ in range(20):  # the holder may be about to write it
             with suppress(ValueError):
-                data = json.loads(os.pread(self.fd, 4096, 0))
+                data = json.loads(os.pread(self.fd, 1 << 20, 0))
                 if isinstance(data, dict):
                     return data
             time.sleep(0.05)
@@ -2213,12 +2245,28 @@ def stop_server(address: tuple[str, int]) -> bool:
         lock.close()
 
 
+# What a server was started with, and is started with again: kept in its lock file, which is its owner's only.
+KEPT_OPTIONS = ("serverUser", "serverPass", "profile", "cert", "key", "allowedHosts", "runtime")
+
+
+def keep_options(args: argparse.Namespace, address: tuple[str, int]) -> None:
+    """Take what is not given now from the server that runs at an address."""
+    lock = Lock(address)
+    try:
+        kept = {} if lock.take() else lock.read().get("options", {})
+    finally:
+        lock.close()
+    for key in KEPT_OPTIONS:
+        setattr(args, key, getattr(args, key) or kept.get(key))
+
+
 def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
     """The certificate that was given, loaded. Raises SandboxError."""
     if not args.cert and not args.key:
         return None
     if not args.cert or not args.key:
         raise SandboxError("--cert and --key go together", "give both", 2)
+    args.cert, args.key = os.path.abspath(args.cert), os.path.abspath(args.key)
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -2238,7 +2286,11 @@ def serve(args: argparse.Namespace) -> int:
             raise SandboxError(f"there is no server at {address_text(address)}", "sandbox serve -d starts one")
         print(f"stopped {address_text(address)}")
         return 0
+    if args.restart:
+        keep_options(args, address)
     config = sandbox.load_config(sandbox.flags_layer(args), args.profile)
+    if args.runtime:
+        os.environ["SANDBOX_RUNTIME"] = args.runtime  # for every configuration that is read from now on
     tls = tls_context(args)
     try:
         import websockets.server  # noqa: F401
@@ -2250,9 +2302,11 @@ def serve(args: argparse.Namespace) -> int:
     if args.restart and not stop_server(address):
         sandbox.say(f"there was no server at {address_text(address)}")
     fetch_libraries()
-    if args.background or args.restart:
-        return in_background(address, lambda tell: run_server(address, config, tls, True, tell))
-    return run_server(address, config, tls, False, lambda line: print(line, flush=True))
+    background = args.background or args.restart
+    record = {"background": background, "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
+    if background:
+        return in_background(address, lambda tell: run_server(address, config, tls, record, tell))
+    return run_server(address, config, tls, record, lambda line: print(line, flush=True))
 
 
 def fetch_libraries() -> None:
@@ -2264,9 +2318,12 @@ def fetch_libraries() -> None:
             sandbox.say(f"{err.strip()}\nwarning: the terminal and Markdown in the web pages are missing until then")
 
 
-def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None, background: bool,
+def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None, record: Mapping[str, Any],
                tell: Callable[[str], None]) -> int:
-    """Serve until a signal comes; `tell` is given what the person must know, when the service answers."""
+    """Serve until a signal comes; `tell` is given what the person must know, when the service answers.
+
+    `record` is kept in the lock file as long as the server runs.
+    """
     where = address_text(address)
     lock = Lock(address)
     if not lock.take():
@@ -2280,7 +2337,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     except OSError as error:
         hint = "choose another port" if error.errno == errno.EADDRINUSE else "choose another address"
         raise SandboxError(f"cannot listen on {where}: {error.strerror}", hint) from None
-    lock.write(background)
+    lock.write({"pid": os.getpid(), **record})
     app.connection_left = server.left
     threading.Thread(target=app.terminals.clean_up, daemon=True).start()
     status = 0
@@ -2295,7 +2352,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     tell(f"sandbox serves at {'https' if tls else 'http'}://{where}")
     tell(f"user: {app.user}")
     tell(f"password: {app.password} (of this run)" if app.generated else "password: as configured")
-    if background:
+    if record["background"]:
         tell(f"log: {web_path(address)}.log")
         tell("")
     with suppress(KeyboardInterrupt):
@@ -2305,6 +2362,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app.stopping = True
     server.server_close()
     app.terminals.close_all()
+    lock.write({"pid": os.getpid(), "background": record["background"]})
     return status
 
 
@@ -2336,12 +2394,11 @@ def daemon(log_path: str, write: int, run: Callable[[Callable[[str], None]], int
     status = 1
     try:
         os.makedirs(os.path.dirname(log_path), mode=0o700, exist_ok=True)
-        target = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        open_log(log_path)
+        LOG_PATH.append(log_path)
         null = os.open(os.devnull, os.O_RDONLY)
-        for ours, theirs in ((null, 0), (target, 1), (target, 2)):
-            os.dup2(ours, theirs)
-        sandbox.Output.close(null, target)
-        os.chdir("/")
+        os.dup2(null, 0)
+        os.close(null)
 
         def tell(line: str) -> None:
             os.write(write, f"{line}\n".encode()) if line else os.close(write)

@@ -32,6 +32,8 @@ class Page:
         self.requests: list[str] = []
         self.errors: list[str] = []
         self.bytes = 0
+        self.dialogs: list[str] = []  # by their types
+        self.dialog_answer = True
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -41,15 +43,19 @@ class Page:
 
     def call(self, method: str, **params: Any) -> Any:
         """Carry out a command of the protocol, and take in the events that come before its answer."""
-        self.number += 1
-        self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
+        number = self.send(method, **params)
         while True:
             message = json.loads(self.socket.recv(timeout=60))
-            if message.get("id") == self.number:
+            if message.get("id") == number:
                 assert "error" not in message, (method, message["error"])
                 return message["result"]
             if "method" in message:
                 self.take(message["method"], message["params"])
+
+    def send(self, method: str, **params: Any) -> int:
+        self.number += 1
+        self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
+        return self.number
 
     def take(self, event: str, data: Any) -> None:
         if event == "Network.requestWillBeSent":
@@ -62,6 +68,9 @@ class Page:
             self.errors.append(str(data["exceptionDetails"].get("exception", data["exceptionDetails"])))
         elif event == "Runtime.consoleAPICalled" and data["type"] in ("error", "warning", "assert"):
             self.errors.append(" ".join(str(a.get("value", a.get("description"))) for a in data["args"]))
+        elif event == "Page.javascriptDialogOpening":
+            self.dialogs.append(data["type"])
+            self.send("Page.handleJavaScriptDialog", accept=self.dialog_answer)
         elif event == "Log.entryAdded" and data["entry"]["level"] in ("error", "warning"):
             self.errors.append(f"{data['entry']['text']} {data['entry'].get('url', '')}")
 

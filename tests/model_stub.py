@@ -107,14 +107,16 @@ def messages_body(request: Json) -> Json:
 def messages_events(request: Json) -> Iterator[Json]:
     body = messages_body(request)
     block = body["content"][0]
-    start, delta = {**block, "text": ""}, {"type": "text_delta", "text": block.get("text")}
+    text = str(block.get("text"))
+    start, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": part} for part in (text[:3], text[3:])]
     if block["type"] == "tool_use":
         start = {**block, "input": {}}
-        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
     stop = {key: body[key] for key in ("stop_reason", "stop_sequence")}
     yield {"type": "message_start", "message": {**body, "content": [], "stop_reason": None}}
     yield {"type": "content_block_start", "index": 0, "content_block": start}
-    yield {"type": "content_block_delta", "index": 0, "delta": delta}
+    for delta in deltas:
+        yield {"type": "content_block_delta", "index": 0, "delta": delta}
     yield {"type": "content_block_stop", "index": 0}
     yield {"type": "message_delta", "delta": stop, "usage": body["usage"]}
     yield {"type": "message_stop"}

@@ -44,13 +44,15 @@ class Reply:
 class Service:
     """A server in the foreground, with its account, and a logged-in client."""
 
-    def __init__(self, engine: Engine, *options: str, kept: bool = False, env: dict[str, str] | None = None) -> None:
+    def __init__(self, engine: Engine, *options: str, kept: bool = False, env: dict[str, str] | None = None,
+                 start: bool = True) -> None:
         """`kept`: it does not end with the test that is running, but with end()."""
         self.engine, self.port, self.options, self.kept, self.env = engine, free_port(), options, kept, env
         self.address = f"127.0.0.1:{self.port}"
         self.cookie = ""
-        self.start()
-        self.log_in()
+        if start:
+            self.start()
+            self.log_in()
 
     def start(self) -> None:
         self.process: Process = self.engine.popen("serve", self.address, "-P", PASSWORD, *self.options, env=self.env)

@@ -7,6 +7,7 @@ agents talk to model_stub.py, which a session without a network starts by itself
 import json
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, USER, Engine, Result, Terminal, unique_name, write_config
+from service import Service
 from test_engines import container_names
 
 BUILD = ("build", "--iv", "1.0", "--iba", "TOOL=common")
@@ -54,6 +56,8 @@ export OPENAI_BASE_URL="{STUB}/v1"
 export OPENAI_API_KEY="stub"
 export OPENCODE_CONFIG_CONTENT='{json.dumps(OPENCODE)}'
 """
+
+STUB_ANSWERS = f"curl -s --retry 50 --retry-connrefused --retry-delay 1 {STUB}"
 
 on_docker = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 each_agent = pytest.mark.parametrize("agent", ["c", "gm", "cx", "oc"])
@@ -104,25 +108,30 @@ class Session:
         return {"cwd": self.project, "home": self.home, "user": self.user}
 
 
-def new_session(engine: Engine, user: str) -> Session:
+def write_stub_config(engine: Engine, home: Path) -> None:
+    """Let all sessions start the stub and ask it, and nobody else."""
     stub = engine.area / "model_stub.py"
     if not stub.exists():
         shutil.copy(ROOT / "tests" / "model_stub.py", stub)
         stub.chmod(0o644)
-    session = Session(engine, unique_name(), engine.directory(user), engine.directory(user), user)
-    env_file = session.home / "stub.env"
+    env_file = home / "stub.env"
     env_file.write_text(ENV_FILE)
     write_config(
-        session.home,
+        home,
         imageName=IMAGE.partition(":")[0],
         network="none",
         envFile=[str(env_file)],
         volumes=[f"{stub}:/model_stub.py:ro"],
         autostart=f"python3 /model_stub.py {PORT}",
     )
+
+
+def new_session(engine: Engine, user: str) -> Session:
+    session = Session(engine, unique_name(), engine.directory(user), engine.directory(user), user)
+    write_stub_config(engine, session.home)
     made = session.run("-y", "c", "--", "--version")
     assert made.returncode == 0, made.stderr
-    ready = session.run("-x", f"curl -s --retry 50 --retry-connrefused --retry-delay 1 {STUB}")
+    ready = session.run("-x", STUB_ANSWERS)
     assert ready.returncode == 0, ready.stderr
     return session
 
@@ -266,6 +275,63 @@ def test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session: Session, ag
 def settle() -> None:
     """Agents drop keys while they draw their first screen, and take a key that follows at once for a paste."""
     time.sleep(1)
+
+
+# --- Agents in the web service's AGENT mode ---
+
+# The page's own reader of the events: each line of its input is [stream, text], its output the blocks that it makes.
+READER = """
+import { AgentStream } from EVENTS;
+const blocks = [];
+const stream = new AgentStream((block, isNew) => isNew && blocks.push(block));
+for (const [name, text] of JSON.parse(process.argv[1])) stream.feed(name, text);
+stream.end();
+console.log(JSON.stringify(blocks));
+"""
+
+
+def blocks_of(events: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """What the page shows of a job's output."""
+    script = READER.replace("EVENTS", json.dumps(str(ROOT / "static" / "ui" / "events.js")))
+    argv = ["node", "--input-type=module", "--eval", script, json.dumps(events)]
+    return list(json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout))
+
+
+def prompted(service: Service, session: str, prompt: str) -> list[dict[str, Any]]:
+    """Prompt a session's agent; what the page makes of its events, without what it says on stderr."""
+    reply = service.post(f"/api/sessions/{session}/prompt", {"prompt": prompt})
+    assert reply.status == 201, reply.body
+    events = [(kind, data) for kind, data, _ in service.events(reply.json) if kind in ("stdout", "stderr")]
+    job = service.ended(reply.json)
+    assert (job["state"], job["exit"]) == ("ended", 0), events
+    blocks = blocks_of(events)
+    assert not [block for block in blocks if block["kind"] == "raw" and block["stream"] == "stdout"]
+    return [block for block in blocks if block["kind"] != "raw"]
+
+
+def texts(blocks: list[dict[str, Any]]) -> list[str]:
+    return [block["text"] for block in blocks if block["kind"] == "text"]
+
+
+@each_agent
+def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, service: Service, name: str,
+                                                    agent: str) -> None:
+    """With the command that a session is created with; nothing is said twice, also where it comes in parts."""
+    write_stub_config(engine, engine.home)
+    session = service.create(name, agent=agent)
+    assert "{prompt}" in session["agentPromptCommand"]
+    assert service.ended(service.job(name, STUB_ANSWERS))["exit"] == 0
+    prompt = f"- it's {name} \"$HOME\""  # which is no option
+    assert texts(prompted(service, name, prompt)) == [f"pong {prompt}"]
+    assert texts(prompted(service, name, "recall")) == [f"pong {prompt}"]
+    blocks = prompted(service, name, "please run: echo by-the-agent && ls -d /etc")
+    tools = [block for block in blocks if block["kind"] == "tool"]
+    assert [tool["status"] for tool in tools] == ["ok"] and "by-the-agent\n/etc" in tools[0]["output"]
+    assert "by-the-agent" in json.dumps(tools[0]["input"])
+    (text,) = texts(blocks)
+    assert text.startswith("pong tool") and "by-the-agent" in text
+    (summary,) = [block for block in blocks if block["kind"] == "summary"]
+    assert summary["tokens"]["in"] > 0
 
 
 # --- An ordinary user, and root's work ---

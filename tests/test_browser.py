@@ -45,10 +45,19 @@ def page(browser: Browser, service: Service) -> Iterator[Page]:
 
 def log_in(page: Page, service: Service, where: str = "/auth/login") -> None:
     page.goto(f"http://{service.address}{where}")
+    fill_login(page)
+
+
+def fill_login(page: Page) -> None:
     page.fill("#username", "admin")
     page.fill("#password", PASSWORD)
     page.press("Enter")
     page.wait("!location.pathname.includes('login') && document.readyState === 'complete'")
+
+
+def cookie_of(page: Page) -> str:
+    (cookie,) = page.call("Network.getCookies")["cookies"]
+    return f"{cookie['name']}={cookie['value']}"
 
 
 def open_screen(page: Page, service: Service, session: str, screen: str) -> None:
@@ -106,6 +115,27 @@ def test_login_wrong_and_right(browser: Browser, service: Service) -> None:
     page.call("Page.navigate", url=f"http://{service.address}/preview")
     page.wait("location.pathname === '/auth/login' && document.readyState === 'complete'")
     page.close()
+
+
+def test_a_login_leads_back_to_where_it_began_and_nowhere_else(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    cases = {"/preview": "/", "/preview/auth/login": "/preview", f"/#/s/{name}/command": "/",
+             "/auth/login?next=//192.0.2.1/&data-next=//192.0.2.1/": "/", "/auth/login#//192.0.2.1/": "/"}
+    for began, path in cases.items():
+        page.eval("fetch('/auth/logout', { method: 'POST' }).then(() => true)")
+        page.call("Page.navigate", url="about:blank")
+        page.call("Page.navigate", url=f"http://{service.address}{began}")
+        page.wait("location.pathname.endsWith('/auth/login') && document.readyState === 'complete'")
+        fill_login(page)
+        assert page.eval("location.origin + location.pathname") == f"http://{service.address}{path}"
+        assert page.eval("location.hash") == "".join(began.partition("#")[1:])
+    page.goto(f"http://{service.address}/#/s/{name}/command")
+    page.see("Nothing was run here yet.")
+    service.post("/auth/logout", cookie=cookie_of(page))  # in another window
+    page.wait("location.pathname === '/auth/login'")
+    page.errors.clear()  # the 401 that was asked for
+    fill_login(page)
+    page.see("Nothing was run here yet.")
 
 
 def test_the_first_page_is_light(page: Page, service: Service) -> None:
@@ -226,15 +256,18 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
     def event(**data: object) -> str:
         return json.dumps({**data, "session_id": "s"})
 
+    def partial(**what: object) -> str:
+        return event(type="stream_event", event=what, parent_tool_use_id=None)
+
     def delta(text: str) -> str:
-        what = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}}
-        return event(type="stream_event", event=what)
+        return partial(type="content_block_delta", delta={"type": "text_delta", "text": text})
 
     evil = ("<img src=http://192.0.2.1/x onerror=alert(1)> ![p](http://192.0.2.1/y) [bad](javascript:alert(1)) "
             "<script>alert(1)</script>")
     text = f"# Title\n\nSome **bold** text {evil}\n"
-    begins = event(type="stream_event", event={"type": "message_start", "message": {"id": "m"}})
-    first = [begins, delta("# Title\n\nSome **bo")]
+    begins = partial(type="message_start", message={"id": "m"})
+    helper = {"id": "h", "content": [{"type": "text", "text": "A helper's report."}]}  # comes between the parts
+    first = [begins, delta("# Title\n\nSome **bo"), event(type="assistant", message=helper, parent_tool_use_id="t")]
     second = [delta(text[len("# Title\n\nSome **bo") :]),
               event(type="assistant", message={"id": "m", "content": [{"type": "text", "text": text}]}),
               event(type="brand_new", some="thing"), "no JSON at all"]
@@ -250,7 +283,8 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
     page.see("brand_new", ".raw")
     page.see("no JSON at all", ".raw")
     assert page.eval("document.querySelectorAll('.md img, .md script, .md a[href^=javascript]').length") == 0
-    assert page.eval("document.querySelectorAll('.md').length") == 1  # deltas and whole text are one
+    assert page.eval("document.querySelectorAll('.md').length") == 2  # deltas and whole text are one
+    assert page.eval("document.querySelector('.md').innerText.match(/Title/g).length") == 1
 
 
 def test_agent_mode_without_a_command_says_what_is_missing(page: Page, service: Service, name: str) -> None:
@@ -333,6 +367,76 @@ def test_a_terminal_says_that_it_ended_with_its_server(page: Page, service: Serv
     page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
 
 
+def permit(page: Page, service: Service, *permissions: str) -> None:
+    page.call("Browser.grantPermissions", origin=f"http://{service.address}", permissions=list(permissions))
+
+
+def test_a_bell_and_a_programs_notification_reach_the_desktop(page: Page, browser: Browser, service: Service,
+                                                              name: str) -> None:
+    service.create(name)
+    open_terminal(page, service, name)
+    page.click("[aria-label^='Notify me']")  # a headless browser says no by itself
+    page.see("The browser does not allow notifications", "#toasts")
+    permit(page, service, "notifications")
+    page.click("[aria-label^='Notify me']")
+    page.see("You will be notified", "#toasts")
+    assert not page.eval("document.querySelector('[aria-label^=\"Notify me\"]').checkVisibility()")
+    page.eval("""{
+        const Shown = Notification;
+        window.shown = [];
+        window.Notification = class extends Shown {
+            constructor(title, options) {
+                super(title, options);
+                this.addEventListener("show", () => shown.push(`${title}: ${options.body}`));
+            }
+        };
+    }""")
+    enter(page, "until [ -e /tmp/go ]; do sleep 0.1; done; printf 'x\\a'; sleep 1;"
+                " printf '\\033]9;4;1;50\\007\\033]9;the build is done\\007'; sleep 1;"
+                " printf '\\033]777;notify;Tests;all; of them\\007'; echo ra${x}ng")
+    other = browser.page()
+    other.call("Page.bringToFront")
+    page.wait("document.hidden || !document.hasFocus()")
+    service.job(name, "touch /tmp/go")
+    expected = [f"{name}: The terminal rang its bell", f"{name}: the build is done", f"{name}: Tests: all; of them"]
+    page.wait(f"JSON.stringify(shown) === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
+    other.close()
+    page.call("Page.bringToFront")
+    open_terminal(page, service, name)  # what is shown again rings no more
+    see_in_terminal(page, "rang")
+    assert page.eval("document.querySelectorAll('#toasts *').length") == 0
+
+
+def test_the_clipboard_of_a_terminal(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    permit(page, service, "clipboardReadWrite", "clipboardSanitizedWrite")
+    open_terminal(page, service, name)
+    page.click("[aria-label^='Copy the selection']")
+    page.see("Nothing is selected", "#toasts")
+    enter(page, "clear; PS1='> '; echo lone${x}word")
+    see_in_terminal(page, "loneword")
+    for how in ("button", "keys"):
+        page.eval("navigator.clipboard.writeText('')")
+        x, y = page.eval(f"""(() => {{
+            const box = {ROWS}.find((row) => row.textContent.startsWith("loneword")).getBoundingClientRect();
+            return [box.x + 20, box.y + box.height / 2];
+        }})()""")
+        for count in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count)
+        if how == "button":
+            page.click("[aria-label^='Copy the selection']")
+        else:
+            page.press("c", modifiers=CONTROL | SHIFT)
+        page.wait("navigator.clipboard.readText().then((text) => text === 'loneword')")
+    page.eval("navigator.clipboard.writeText('echo pa${x}sted; : ünï')")
+    page.click("[aria-label^='Paste']")
+    see_in_terminal(page, "ünï")
+    page.wait("document.activeElement.className === 'xterm-helper-textarea'")
+    page.press("Enter")
+    see_in_terminal(page, "pasted")
+
+
 # --- Settings ---
 
 
@@ -357,6 +461,54 @@ def test_settings_are_in_force_at_the_next_command(page: Page, service: Service,
     page.click("input[value=none]")
     page.click(".settings button[type=submit]")
     page.see("Settings saved", "#toasts")
+
+
+def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    template = "textarea[placeholder*='{prompt}']"
+    open_screen(page, service, name, "settings")
+    page.fill(template, "echo {prompt} not saved")
+    page.see("Not saved yet", ".settings")
+    page.click(".tabs a")
+    page.see("AGENT mode needs a command")
+    page.click(".tabs a:last-child")
+    page.wait(f"document.querySelector({json.dumps(template)})?.value === 'echo {{prompt}} not saved'")
+    page.see("Not saved yet", ".settings")
+    page.dialog_answer = False
+    page.call("Page.reload")
+    page.wait("document.querySelector('.settings')")
+    assert page.dialogs == ["beforeunload"]
+    assert page.eval(f"document.querySelector({json.dumps(template)}).value") == "echo {prompt} not saved"
+    page.click(".settings .sticky .quiet")
+    page.wait(f"document.querySelector({json.dumps(template)}).value === ''")
+    page.call("Page.reload")  # without a question
+    page.wait("document.readyState === 'complete' && document.querySelector('.settings')")
+    assert page.dialogs == ["beforeunload"]
+    assert service.get(f"/api/sessions/{name}/settings").json["settings"]["agentPromptCommand"] is None
+
+
+def test_a_network_is_chosen_and_the_container_created_again(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    service.ended(service.job(name, "touch /tmp/mark; echo before"))
+    open_screen(page, service, name, "settings")
+    assert page.eval("[...document.querySelectorAll('.choices input')].map((e) => e.value).join()") == ",open,none,list"
+    assert not page.eval("document.querySelector('.hosts').checkVisibility()")
+    page.click("input[value=list]")
+    page.fill("[aria-label='Allowed hosts']", "api.example.com\n*.example.org:443")
+    page.see("Not saved yet", ".settings")
+    page.click("input[value=none]")
+    page.click(".settings button[type=submit]")
+    page.see("network: it has open, asked for is none", ".callout")
+    page.click(".callout button")
+    page.see("Settings and history stay", "dialog")
+    page.click("dialog .danger")
+    page.wait("document.querySelector('.settings') && !document.querySelector('.callout')", 60)
+    page.see("no network", ".session-head")
+    open_screen(page, service, name, "command")
+    page.see("before", ".output")
+    submit(page, "ls /sys/class/net /tmp/mark")
+    page.see("exit 1", ".job:last-child .job-foot")
+    assert page.eval("document.querySelector('.job:last-child .output').textContent").count("lo\n") == 1
 
 
 # --- Mission control ---
@@ -387,6 +539,21 @@ def test_mission_control(page: Page, service: Service, name: str) -> None:
     page.see("working on long", tile)
     page.click(f"{tile} form button:not([hidden]):not(.primary)")
     page.wait(f"document.querySelector({json.dumps(tile)}).dataset.state === 'idle'")
+
+
+def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    page.goto(f"http://{service.address}/preview")
+    tile = f".tile:has([href*='{name}'])"
+    page.see("It cannot be prompted: it has no agent prompt command.", tile)
+    assert not page.eval(f"document.querySelector({json.dumps(tile)}).querySelector('textarea').checkVisibility()")
+    page.click(f"{tile} .set-up a")
+    page.wait(f"location.hash === '#/s/{name}/settings' && document.querySelector('.settings')")
+    service.post(f"/api/sessions/{name}/settings", {"agentPromptCommand": "echo {prompt}"}, method="PUT")
+    page.click(".tabs a")
+    page.wait(f"document.querySelector({json.dumps(BOX)})")
+    page.goto(f"http://{service.address}/preview")
+    page.wait(f"document.querySelector({json.dumps(tile)})?.querySelector('textarea').checkVisibility()")
 
 
 # --- Everywhere ---

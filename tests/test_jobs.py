@@ -231,6 +231,7 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
     assert service.get(path).json["settings"]["env"] is None
     reply = service.post(path, {"env": {"A": "two\nlines"}, "network": "none"}, "PUT").json
     assert reply["effective"]["network"] == "none" and reply["recreate"] == ["network: it has open, asked for is none"]
+    assert reply["configured"]["network"] == "open"
     job = service.job(name, 'echo "$A"')
     service.ended(job)
     assert text_of(service, job) == "two\nlines\n"
@@ -317,6 +318,41 @@ def test_a_full_disk_is_said_and_the_status_is_there(service: Service, name: str
         assert service.get(f"/api/sessions/{name}/jobs").json[-1] == job
     finally:
         subprocess.run(["umount", jobs], check=True)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All but the server's own, which come when it has started."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "web")
+
+
+@docker_only
+def test_on_a_full_disk_nothing_is_half_written(engine: Engine, service: Service, name: str) -> None:
+    service.create(name, env={"A": "before"}, autostart="true")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", engine.home / "jobs"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", engine.home / "sessions"], check=True)
+    try:
+        for folder in ("jobs", "sessions"):
+            subprocess.run(["head", "-c", "60000", "/dev/zero"], stdout=(engine.home / folder / "filler").open("wb"))
+        stored = engine.home / "sessions" / f"{name}.json"
+        stored.write_text('{"autostart": "true"}')
+        before = files_in(engine.home)
+        requests = {"settings": ("PUT", {"env": {"A": "x" * 9000}}), "command": ("POST", {"command": "true"}),
+                    "stop": ("POST", {}), "start": ("POST", {})}
+        statuses = {}
+        for end, (method, body) in requests.items():
+            reply = service.post(f"/api/sessions/{name}/{end}", body, method)
+            statuses[end] = reply.status
+            assert reply.status == 200 or reply.json["error"]["hint"], reply.body
+        assert statuses == {"settings": 507, "command": 507, "stop": 200, "start": 507}
+        body = {"name": f"{name}-2", "directory": str(engine.project), "env": {"A": "x" * 9000}}
+        assert service.post("/api/sessions", body).status == 507
+        assert service.get(f"/api/sessions/{name}-2").status == 404
+        assert files_in(engine.home) == before
+        assert stored.read_text() == '{"autostart": "true"}'
+    finally:
+        for folder in ("jobs", "sessions"):
+            subprocess.run(["umount", engine.home / folder], check=True)
+    service.ended(service.job(name, "test $A = before"))
 
 
 @docker_only

@@ -2,6 +2,7 @@
 
 import base64
 import concurrent.futures
+import http.client
 import json
 import os
 import re
@@ -426,6 +427,7 @@ def test_pages_have_no_inline_script_and_are_not_cached_and_assets_are(service: 
         page = reply.body.decode()
         assert reply.status == 200 and reply.headers["Cache-Control"] == "no-store"
         assert "script-src 'self';" in reply.headers["Content-Security-Policy"]
+        assert path == "/" or "unsafe" not in reply.headers["Content-Security-Policy"]  # xterm.js styles itself
         assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|javascript:", page)
         for link in re.findall(r'<(?:script|link)[^>]*(?:src|href)="(/[^"]+)"', page):
             asset = service.get(link)
@@ -613,6 +615,42 @@ def test_the_background_server(engine: Engine, home: Path) -> None:
     assert stopped.returncode == 1 and "there is no server" in stopped.stderr
 
 
+def test_a_restart_keeps_the_options_that_are_not_given_anew(engine: Engine, home: Path) -> None:
+    write_config(home, runs={"work": {"serverUser": "work"}})
+    service = Service(engine, "-U", "admin", "-r", "work", "--allow-host", "box.example", start=False)
+    started = engine.sandbox("serve", service.address, "-d", "-P", "kept", *service.options)
+    assert started.returncode == 0, started.stderr
+    lock = home / "web" / f"{service.address.replace(':', '_')}.lock"
+    assert lock.stat().st_mode & 0o777 == 0o600
+    assert engine.sandbox("serve", service.address, "--restart").returncode == 0
+    assert service.log_in("kept").status == 200
+    assert service.get("/auth/login", headers={"Host": "box.example"}).status == 200
+    pid = json.loads(lock.read_text())["pid"]
+    assert "kept" not in Path(f"/proc/{pid}/cmdline").read_text()
+    assert engine.sandbox("serve", service.address, "--restart", "-P", "new").returncode == 0
+    assert service.log_in("kept").status == 401 and service.log_in("new").status == 200
+    assert engine.sandbox("serve", service.address, "--stop").returncode == 0
+    assert "new" not in lock.read_text()
+    again = engine.sandbox("serve", service.address, "--restart")  # none runs: nothing is kept
+    assert "there was no server" in again.stderr and "(of this run)" in again.stdout
+    assert engine.sandbox("serve", service.address, "--stop").returncode == 0
+
+
+def test_the_log_of_a_background_server_is_bounded(engine: Engine, home: Path) -> None:
+    service = Service(engine, start=False)
+    assert engine.sandbox("serve", service.address, "-d").returncode == 0
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    for number in range(1200):
+        connection.request("GET", f"/{number}/{'x' * 4000}")
+        assert connection.getresponse().read() == b""
+    connection.close()
+    logs = sorted(path for path in (home / "web").iterdir() if ".log" in path.name)
+    assert [path.name.partition(".log")[2] for path in logs] == ["", ".1"]
+    assert all(path.stat().st_size < 2.2 * 2**20 and path.stat().st_mode & 0o777 == 0o600 for path in logs)
+    assert " /1199/x" in logs[0].read_text()
+    assert engine.sandbox("serve", service.address, "--stop").returncode == 0
+
+
 def test_a_stale_or_reused_pid_is_never_signalled(engine: Engine, home: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     assert engine.sandbox("serve", address, "-d").returncode == 0
@@ -767,6 +805,15 @@ def test_the_examples_of_the_readme(engine: Engine, project: Path, home: Path, n
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert f"hello from {name}" in answer.stdout and "unauthorized" not in answer.stdout.lower()
+    service.end()
+
+
+def test_the_engine_that_was_asked_for_is_the_one_that_is_asked(engine: Engine, home: Path) -> None:
+    folder = engine.directory()
+    (folder / "docker").symlink_to(str(shutil.which("docker")))
+    service = Service(engine, "--rt", "podman", env={"PATH": str(folder)})
+    reply = service.get("/api/sessions")
+    assert reply.status == 503 and reply.json["error"]["message"] == "podman is not installed"
     service.end()
 
 

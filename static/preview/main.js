@@ -85,7 +85,9 @@ class Tile {
       this.box.focus();
     } }, "Dismiss");
     this.start = h("button", { type: "button", onclick: () => this.act("start") }, "Start");
-    this.form = h("form", {}, this.box, this.send, this.done, this.stop, this.start);
+    this.setUp = h("p", { class: "set-up" }, "It cannot be prompted: it has no agent prompt command. ",
+      h("a", { href: `/#/s/${encodeURIComponent(name)}/settings` }, "Set one"));
+    this.form = h("form", {}, this.setUp, this.box, this.send, this.done, this.stop, this.start);
     this.element = h("article", { class: "tile", "aria-labelledby": id },
       h("header", {}, h("h2", { id }, h("a", { href: `/#/s/${encodeURIComponent(name)}/agent` }, name)), this.state),
       this.about, this.asked, this.tail, this.form);
@@ -158,8 +160,10 @@ class Tile {
     this.asked.title = this.asked.textContent;
     this.drawTail(row);
     this.box.placeholder = state === "waiting" ? "Answer…" : running ? "Prompt…" : `${row.state}`;
+    this.setUp.hidden = row.agentMode || !running;
+    this.box.hidden = running && !row.agentMode;
     this.box.disabled = !running;
-    this.send.hidden = !running || state === "working";
+    this.send.hidden = !running || !row.agentMode || state === "working";
     this.stop.hidden = last?.state !== "running";
     this.done.hidden = !NEEDY.includes(state);
     this.start.hidden = running;
@@ -268,10 +272,16 @@ $("#logout").addEventListener("click", async () => {
     toast(error.message, "error");
   }
 });
-link.addEventListener("change", () => {
+function drawBanner() {
+  const { error } = store;
+  const trouble = !link.up ? "The server does not answer. Trying again… The agents go on."
+    : error && [error.message, error.hint].filter(Boolean).join(" — ");
   const banner = $("#banner");
-  banner.hidden = link.up;
-  banner.textContent = link.up ? "" : "The server does not answer. Trying again… The agents go on.";
-});
+  banner.hidden = !trouble;
+  put(banner, trouble || "");
+}
+
+link.addEventListener("change", drawBanner);
+store.addEventListener("change", drawBanner);
 store.addEventListener("change", draw);
 startPolling(TAIL_BYTES);

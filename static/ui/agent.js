@@ -3,7 +3,7 @@
 import { api, follow } from "./api.js";
 import { h, problem, say, stickyScroll } from "./dom.js";
 import { AgentStream } from "./events.js";
-import { agentName, duration } from "./format.js";
+import { agentName, canBePrompted, duration } from "./format.js";
 import { icon } from "./icons.js";
 import { JobFoot, composer, stoppedNotice } from "./jobs.js";
 import { render } from "./markdown.js";
@@ -191,8 +191,9 @@ class Turn {
 function setupNotice(context) {
   const { name } = context;
   return h("div", { class: "callout" },
-    h("p", {}, h("strong", {}, "AGENT mode needs a command. "),
-      "Set the agent prompt command of this session, with ", h("code", {}, "{prompt}"), " where the prompt goes."),
+    h("p", {}, h("strong", {}, "AGENT mode needs a command. "), context.session.agentPromptCommand
+      ? "The agent prompt command of this session lacks " : "Set the agent prompt command of this session, with ",
+      h("code", {}, "{prompt}"), " where the prompt goes."),
     h("a", { class: "button primary", href: `#/s/${encodeURIComponent(name)}/settings` }, "Open settings"));
 }
 
@@ -226,17 +227,18 @@ export function mount(root, context) {
     refresh();
   }
   const who = context.session.agent ? agentName(context.session.agent) : "the agent";
-  const box = composer({ label: "Prompt", placeholder: `Ask ${who}`, action: "Send", send: ask, history: () => past,
+  const box = composer({ label: "Prompt", placeholder: "", action: "Send", send: ask, history: () => past,
     hint: "Enter sends it, Shift+Enter begins a new line" });
   root.append(notice, scroll, box.element);
 
   function update() {
     const { session } = context;
     const running = session.state === "running";
-    const ready = (session.agentPromptCommand ?? "").includes("{prompt}");
+    const ready = canBePrompted(session);
     const working = turns.some((turn) => turn.job.state === "running");
     notice.replaceChildren(...(!ready ? [setupNotice(context)] : running ? [] : [stoppedNotice(context)]));
     box.enable(running && ready && !working, working ? "The agent is working; stop it, or wait for its answer" : undefined);
+    box.area.placeholder = ready ? `Ask ${who}` : "There is no agent prompt command yet";
   }
   const changed = (session) => {
     context.session = session;

@@ -20,7 +20,7 @@ function setLink(up) {
 }
 
 function toLogin() {
-  location.assign(location.pathname.startsWith("/preview") ? "/preview/auth/login" : "/auth/login");
+  location.assign((location.pathname.startsWith("/preview") ? "/preview" : "") + "/auth/login" + location.hash);
   return new Promise(() => {}); // the page goes
 }
 

@@ -42,6 +42,7 @@ export class AgentStream {
     this.tools = new Map();
     this.parts = new Map(); // blocks that are still being written, by an id of the stream's
     this.open = null; // the text block that deltas go to
+    this.writing = new Map(); // Claude's message and block that deltas go to, by the sub-agent that writes it
     this.tokens = { in: 0, out: 0, cached: 0 };
     this.cost = null;
     this.spoke = false;
@@ -197,24 +198,25 @@ export class AgentStream {
     return this.say(text, kind);
   }
 
-  claudePartial({ event }) {
-    if (event.type === "message_start") this.message = event.message.id;
+  /** What is being written stays the same block until its next beginning, whatever comes in between. */
+  claudePartial({ event, parent_tool_use_id: parent }) {
+    const now = this.writing.get(parent) ?? {};
+    this.writing.set(parent, now);
+    if (event.type === "message_start") now.message = event.message.id;
     if (event.type === "content_block_start") {
       const block = event.content_block;
       if (block.type === "tool_use") this.toolStarts(block.id, block.name, null);
-      this.open = null;
+      now.block = null;
     }
     if (event.type !== "content_block_delta") return true;
     const { delta } = event;
     const kind = delta.type === "thinking_delta" ? "thinking" : "text";
     const text = delta.text ?? delta.thinking;
     if (!text) return true;
-    const before = this.open;
-    this.delta(text, kind);
-    if (this.open !== before) {
-      const key = `${this.message} ${kind}`;
-      this.parts.set(key, [...(this.parts.get(key) ?? []), this.open]);
-    }
+    if (now.block?.kind === kind) return void this.change(now.block, { text: now.block.text + text });
+    now.block = this.say(text, kind);
+    const key = `${now.message} ${kind}`;
+    this.parts.set(key, [...(this.parts.get(key) ?? []), now.block]);
     return true;
   }
 

@@ -47,5 +47,8 @@ export function lasted(job) {
 /** Times come as ISO text; some as seconds. */
 export const instant = (when) => (typeof when === "number" ? when * 1000 : Date.parse(when));
 
+/** Whether a session has a command for AGENT mode. */
+export const canBePrompted = (session) => session.agentPromptCommand.includes("{prompt}");
+
 /** The last folder of a path, for where there is little room. */
 export const tailOf = (path) => path.replace(/\/+$/, "").split("/").pop() || path;

@@ -2,8 +2,9 @@
 
 import { api, link } from "./api.js";
 import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
-import { agentName, count, tailOf } from "./format.js";
+import { agentName, canBePrompted, count, tailOf } from "./format.js";
 import { icon } from "./icons.js";
+import { networkText } from "./network.js";
 import { mountForm, mountList } from "./sessions.js";
 import { refresh, startPolling, store } from "./store.js";
 
@@ -17,9 +18,17 @@ const SCREENS = {
 const main = $("#main");
 let leave = () => {}; // undoes the view at hand
 
+const decoded = (text) => {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+};
+
 /** What the address asks for: { view, name, screen }. */
 function place() {
-  const [view, name, screen] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [view, name, screen] = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
   if (view === "s" && name) return { view, name, screen: screen in SCREENS ? screen : "agent" };
   return { view: view === "new" ? "new" : "" };
 }
@@ -82,9 +91,9 @@ async function showSession(name, screen) {
     await Promise.all([load(), refresh()]);
     view.screen?.changed?.(view.detail);
   };
-  const changed = () => { // a state that others have changed
-    const row = store.find(name);
-    if (row && view.detail && row.state !== view.detail.state) view.reload().catch(() => {});
+  const changed = () => { // what others have changed
+    const [row, detail] = [store.find(name), view.detail];
+    if (row && detail && (row.state !== detail.state || row.agentMode !== canBePrompted(detail))) view.reload().catch(() => {});
   };
   store.addEventListener("change", changed);
   leave = () => {
@@ -113,7 +122,7 @@ function drawHead(head, name, session, view) {
   }, icon(symbol), h("span", { class: "label" }, label));
   const facts = session ? [
     session.agent ? agentName(session.agent) : "no agent", session.directory && tailOf(session.directory),
-    session.runtime, session.network && session.network !== "open" ? "no network" : null,
+    session.runtime, session.network && session.network !== "open" ? networkText(session.network) : null,
   ].filter(Boolean) : [];
   head.replaceChildren(
     h("a", { class: "button quiet back", href: "#/", "aria-label": "All sessions" }, icon("back")),

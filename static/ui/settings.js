@@ -1,9 +1,11 @@
 // A session's settings: environment, network, autostart script, agent prompt command.
 
 import { api } from "./api.js";
-import { busy, confirmed, h, problem, say, toast } from "./dom.js";
+import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
 import { icon } from "./icons.js";
+import { networkChoice } from "./network.js";
 import { field } from "./sessions.js";
+import { store } from "./store.js";
 
 /** Rows of names and values. */
 function environment(env, edited) {
@@ -25,7 +27,8 @@ function environment(env, edited) {
   };
   Object.entries(env ?? {}).forEach(([name, value]) => row(name, value));
   const add = h("button", { class: "quiet", type: "button", onclick: () => row().focus() }, icon("plus"), "Add variable");
-  const show = h("input", { type: "checkbox", onchange: () => rows.classList.toggle("shown", show.checked) });
+  const show = h("input", { type: "checkbox", onchange: () => rows.classList.toggle("shown", show.checked),
+    oninput: (event) => event.stopPropagation() }); // it changes no setting
   return {
     element: h("div", {}, rows, h("div", { class: "row" }, add, h("label", { class: "check" }, show, "Show values"))),
     read: () => Object.fromEntries([...rows.children].map((line) => [...line.querySelectorAll("input, textarea")])
@@ -33,66 +36,62 @@ function environment(env, edited) {
   };
 }
 
-/** The network rule as radio buttons; a rule that this page cannot make stays as it is. */
-function networkChoice(current, effective, edited) {
-  const values = ["", "open", "none"];
-  const given = current == null ? "" : typeof current === "string" ? current : JSON.stringify(current);
-  if (!values.includes(given)) values.push(given);
-  const shown = typeof effective === "string" ? effective : JSON.stringify(effective);
-  const labels = {
-    "": `As configured (${shown})`, open: "Open: the engine's default network", none: "None: no network at all",
-    host: "Host: the host's own network",
-  };
-  const name = `net-${Math.random().toString(36).slice(2, 8)}`;
-  const choices = h("div", { class: "choices tall", role: "radiogroup", "aria-label": "Network", onchange: edited },
-    values.map((value) => h("label", { class: "choice" },
-      h("input", { type: "radio", name, value, checked: value === given }), h("span", {}, labels[value] ?? value))));
-  return {
-    element: choices,
-    read() {
-      const value = choices.querySelector("input:checked").value;
-      return value === "" ? null : value.startsWith("{") ? JSON.parse(value) : value;
-    },
-  };
-}
+// What was changed and not saved, by session: it is there again when one comes back to the page.
+const drafts = new Map();
+window.addEventListener("beforeunload", (event) => drafts.size && event.preventDefault());
+store.addEventListener("change", () => {
+  for (const name of drafts.keys()) if (store.sessions && !store.find(name)) drafts.delete(name);
+});
 
 export function mount(root, context) {
   const { name } = context;
   const scroll = h("div", { class: "scroll" }, h("p", { class: "dim pad" }, "Loading…"));
   root.append(scroll);
   let gone = false;
-  api.settings(name).then((data) => gone || draw(data)).catch((error) => gone || scroll.replaceChildren(problem(error)));
+  api.settings(name).then((data) => gone || draw(data, drafts.get(name))).catch((error) => gone || scroll.replaceChildren(problem(error)));
 
-  function draw({ settings, effective, recreate }) {
-    const state = h("span", { class: "hint", role: "status" });
+  function draw({ settings: saved, configured, recreate }, draft) {
+    const settings = { ...saved, ...draft };
+    const state = h("span", { class: "hint", role: "status" }, draft ? "Not saved yet" : "");
+    const discard = h("button", { class: "quiet", type: "button", hidden: !draft, onclick: () => {
+      drafts.delete(name);
+      draw({ settings: saved, configured, recreate });
+      $("input, textarea, button", scroll).focus();
+    } }, "Discard changes");
     const save = h("button", { class: "primary", type: "submit" }, "Save");
-    const edited = () => (state.textContent = "Not saved yet");
+    const read = () => ({ env: env.read(), network: network.read(), autostart: autostart.value || null,
+      agentPromptCommand: template.value.trim() || null });
+    const edited = () => {
+      drafts.set(name, read());
+      state.textContent = "Not saved yet";
+      discard.hidden = false;
+    };
     const env = environment(settings.env, edited);
-    const network = networkChoice(settings.network, effective.network, edited);
+    const network = networkChoice(settings.network, configured.network);
     const autostart = h("textarea", { rows: "4", class: "mono", value: settings.autostart ?? "", spellcheck: "false",
-      placeholder: settings.autostart == null ? effective.autostart ?? "" : "" });
+      placeholder: configured.autostart ?? "" });
     const template = h("textarea", { rows: "3", class: "mono", value: settings.agentPromptCommand ?? "", spellcheck: "false",
-      placeholder: effective.agentPromptCommand || "my-agent --ask {prompt}" });
+      placeholder: configured.agentPromptCommand || "my-agent --ask {prompt}" });
     const errors = h("div", {});
     const form = h("form", { class: "page settings", oninput: edited },
       recreate.length ? recreateNotice(recreate) : null, errors,
       h("fieldset", {}, h("legend", {}, "Environment"),
         h("p", { class: "hint" }, "In force at the next command, prompt or terminal. Added to what is configured; kept on this machine only."),
         env.element),
-      h("fieldset", {}, h("legend", {}, "Network"), network.element),
+      h("fieldset", {}, h("legend", {}, "Network"),
+        h("p", { class: "hint" }, "Another kind of network needs a new container: when it is saved, this page says so and can make it."),
+        network.element),
       field("Autostart script", autostart, "A shell script that runs whenever the container starts. Its output is in Command mode."),
       field("Agent prompt command", template, "What a prompt runs in the container. {prompt} becomes one word, whatever it contains. "
         + "Empty: the agent's own."),
-      h("div", { class: "row end sticky" }, state, save));
+      h("div", { class: "row end sticky" }, state, discard, save));
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
       save.disabled = true;
       errors.replaceChildren();
       try {
-        const answer = await api.saveSettings(name, {
-          env: env.read(), network: network.read(), autostart: autostart.value || null,
-          agentPromptCommand: template.value.trim() || null,
-        });
+        const answer = await api.saveSettings(name, read());
+        drafts.delete(name);
         if (gone) return;
         draw(answer);
         toast("Settings saved");
@@ -119,7 +118,7 @@ export function mount(root, context) {
         await api.act(name, "recreate");
         toast(`${name} was created again`);
         await context.reload();
-        draw(await api.settings(name));
+        draw(await api.settings(name), drafts.get(name));
       }) }, icon("again"), "Create again"));
   }
 
