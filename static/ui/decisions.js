@@ -2,7 +2,7 @@
 
 import { api } from "./api.js";
 import { busy, h, problem, say } from "./dom.js";
-import { ago, count } from "./format.js";
+import { ago } from "./format.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
 import { refresh, store } from "./store.js";
@@ -76,13 +76,12 @@ class Row {
     const denied = this.verdict === "deny";
     put(this.chip, { allow: "allowed", deny: "refused" }[verdict]);
     this.chip.className = `chip ${verdict === "deny" ? "bad" : "good"}`;
-    put(this.facts, [count(this.count, "time").replace(/^1 time$/, "once"),
-      this.refused && this.refused < this.count ? `refused ${this.refused}` : "", `last ${ago(time)}`].filter(Boolean).join(", "));
+    put(this.facts, this.count === 1 ? `once, ${ago(time)}` : [`${this.count} times`,
+      this.refused && this.refused < this.count && `refused ${this.refused}`, `last ${ago(time)}`].filter(Boolean).join(", "));
     this.facts.title = new Date(time).toLocaleString();
     put(this.why, this.changed ? `${denied ? "Refused" : "Allowed"} from the next connection on`
       : verdict === "deny" ? [reason, rule].filter(Boolean).join(": ") : `by the rule ${rule}`);
     put(this.button, denied ? "Allow" : "Deny");
-    this.button.classList.toggle("primary", denied);
     this.button.title = `${denied ? "Allow" : "Deny"} ${this.rule()}`;
     this.button.setAttribute("aria-label", `${denied ? "Allow" : "Deny"} ${this.label}`);
     this.button.hidden = !this.rule();
@@ -272,7 +271,7 @@ function mountList(root, context) {
   const change = async (rules) => {
     told(await api.changeNetwork(name, rules));
     say(Object.entries(rules).map(([key, rule]) => `${rule} ${key === "allow" ? "is allowed" : "is denied"}`).join());
-    if (state() === "cut") await refresh();
+    context.reload().catch(() => {}); // the header counts them, and a cut network comes back
   };
   const remove = async (key, rule) => {
     const rules = await api.network(name);
@@ -280,6 +279,7 @@ function mountList(root, context) {
     await api.saveSettings(name, { network });
     told(network);
     say(`${rule} was removed`);
+    context.reload().catch(() => {});
   };
   const editor = ruleEditor({ change, remove });
   const decisions = decisionList(name, { change, live });
