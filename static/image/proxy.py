@@ -18,6 +18,7 @@ Exit codes: 0; 1 failed, or refused (check); 2 usage.
 
 import contextlib
 import json
+import mmap
 import os
 import re
 import resource
@@ -25,6 +26,7 @@ import select
 import signal
 import socket
 import stat
+import struct
 import sys
 import threading
 import time
@@ -36,7 +38,7 @@ SESSION = os.environ.get("SANDBOX_SESSION", "")
 DEFAULT_PORTS = (443, 80)
 
 GATES, CONNECTIONS, OVERFLOW, LOOKUPS = 4, 512, 64, 64
-HEAD_BYTES, LINE_BYTES, HELLO_BYTES, BUFFER_BYTES = 64 * 1024, 4096, 32 * 1024, 64 * 1024
+HEAD_BYTES, LINE_BYTES, HELLO_BYTES, BUFFER_BYTES = 64 * 1024, 4096, 32 * 1024, 128 * 1024
 STACK_BYTES, FILES, BACKLOG, IDLE_BUFFERS = 256 * 1024, 4096, 256, 8
 HEAD_SECONDS, RESOLVE_SECONDS, CONNECT_SECONDS, LINGER_SECONDS = 10, 10, 10, 2
 IDLE_SECONDS, TOTAL_SECONDS = 15 * 60, 24 * 60 * 60
@@ -110,7 +112,7 @@ def is_address(host: str) -> bool:
 
 def normal_host(text: str) -> str:
     """A host name or an address in its one form. Raises ValueError for anything else."""
-    host = text.removesuffix(".").lower()
+    host = text.removesuffix(".").lower() if text.isascii() else ""
     if is_address(host):
         return unpacked(packed(host))
     if len(host) > 253 or not all(LABEL.fullmatch(label) for label in host.split(".")):
@@ -120,16 +122,15 @@ def normal_host(text: str) -> str:
 
 def split_port(text: str) -> tuple[str, int | None]:
     """The host as it is written, without brackets, and the port if there is one. Raises ValueError."""
-    if text.startswith("["):
-        host, _, tail = text[1:].partition("]")
-        colon, port = tail[:1], tail[1:]
-        if ":" not in host or tail and colon != ":":
-            raise ValueError(f"{text} is not [address]:port")
+    port: str | None
+    if match := re.fullmatch(r"\[([^]]*:[^]]*)\](?::(.*))?", text):
+        host, port = match.groups()
     elif text.count(":") > 1:
-        return text, None
+        host, port = text, None
     else:
         host, colon, port = text.partition(":")
-    if not colon:
+        port = port if colon else None
+    if port is None:
         return host, None
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ValueError("the port is not a number from 1 to 65535")
@@ -137,8 +138,6 @@ def split_port(text: str) -> tuple[str, int | None]:
 
 
 def with_port(host: str, port: int) -> str:
-    if port in DEFAULT_PORTS:
-        return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -163,7 +162,7 @@ class Rule:
     def matches(self, host: str, port: int) -> bool:
         if port not in ((self.port,) if self.port else DEFAULT_PORTS):
             return False
-        return not is_address(host) and host.endswith("." + self.host) if self.below else host == self.host
+        return host.endswith("." + self.host) if self.below else host == self.host
 
 
 class Rules:
@@ -207,7 +206,8 @@ class Decision:
     def refusal(self) -> str:
         text = f"sandbox: {clean(self.host)} port {self.port} is refused: {self.reason}.\n"
         if self.missing:
-            text += f"To allow it: sandbox net allow {SESSION} {with_port(self.missing, self.port)}\n"
+            rule = self.missing if self.port in DEFAULT_PORTS else with_port(self.missing, self.port)
+            text += f"To allow it: sandbox net allow {SESSION} {rule}\n"
         return text
 
 
@@ -228,17 +228,19 @@ def decide(host: str, port: int, resolve: Callable[[str, int], list[str]]) -> De
         return Decision(host, port, "no rule allows it", missing=host)
     decision = Decision(host, port, rule=rule)
     found = [host] if is_address(host) else resolve(host, port)
-    decision.addresses = [address for address in found if may_connect(rules, address, port)]
+    decision.addresses = [address for address in found if not problem(rules, address, port)]
     if found and not decision.addresses:
-        return Decision(host, port, f"it is at {found[0]}, which is no public address and has no rule of its own",
-                        missing=found[0])
+        return Decision(host, port, problem(rules, found[0], port), missing=found[0])
     return decision
 
 
-def may_connect(rules: Rules, address: str, port: int) -> bool:
+def problem(rules: Rules, address: str, port: int) -> str:
+    """What speaks against connecting to an address of an allowed host, or nothing."""
     if first_match(rules.deny, address, port):
-        return False
-    return not is_private(address) or bool(first_match(rules.allow, address, port))
+        return f"a rule denies {address}, where it is"
+    if is_private(address) and not first_match(rules.allow, address, port):
+        return f"it is at {address}, which is no public address and has no rule of its own"
+    return ""
 
 
 # --- The rules file ---
@@ -286,8 +288,12 @@ def resolve(host: str, port: int) -> list[str]:
     deadline = time.monotonic() + RESOLVE_SECONDS
     if LOOKUP_SLOTS.acquire(timeout=RESOLVE_SECONDS):
         thread = threading.Thread(target=look_up, args=(host, port, found), daemon=True)
-        thread.start()
-        thread.join(deadline - time.monotonic())
+        try:
+            thread.start()
+        except RuntimeError:  # the limit on processes
+            LOOKUP_SLOTS.release()
+            return []
+        thread.join(max(deadline - time.monotonic(), 0))
     return found[:]
 
 
@@ -306,7 +312,7 @@ def look_up(host: str, port: int, found: list[str]) -> None:
 def connect(decision: Decision) -> socket.socket:
     """A connection to the first address that takes it. Raises Answer."""
     deadline = time.monotonic() + CONNECT_SECONDS
-    problem = "its name has no address"
+    failure = "its name has no address"
     for index, address in enumerate(decision.addresses):
         left = (deadline - time.monotonic()) / (len(decision.addresses) - index)
         sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
@@ -316,9 +322,9 @@ def connect(decision: Decision) -> socket.socket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return sock
         except OSError as error:
-            problem = f"{address}: {error.strerror or error}"
+            failure = f"{address}: {error.strerror or error}"
             sock.close()
-    raise Answer(502, f"sandbox: {decision.host} port {decision.port} is allowed but cannot be reached: {problem}\n")
+    raise Answer(502, f"sandbox: {decision.host} port {decision.port} is allowed but cannot be reached: {failure}\n")
 
 
 def log(decision: Decision) -> None:
@@ -343,13 +349,9 @@ def bad(text: str) -> Answer:
 
 
 def receive(sock: socket.socket, deadline: float) -> bytes:
-    """What comes next, empty at the end. Raises Answer after the deadline."""
-    left = deadline - time.monotonic()
-    if left > 0:
-        sock.settimeout(left)
-        with contextlib.suppress(TimeoutError):
-            return sock.recv(16 * 1024)
-    raise bad("it did not come in time")
+    """What comes next, empty at the end. Raises OSError, after the deadline TimeoutError."""
+    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+    return sock.recv(16 * 1024)
 
 
 def read_head(sock: socket.socket, data: bytes, deadline: float) -> tuple[bytes, bytes]:
@@ -357,16 +359,19 @@ def read_head(sock: socket.socket, data: bytes, deadline: float) -> tuple[bytes,
     buffer, seen = bytearray(data), 0
     while True:
         end = buffer.find(b"\r\n\r\n", seen)
-        if BARE_CR_OR_LF.search(buffer[seen:end if end >= 0 else None]):
+        if BARE_CR_OR_LF.search(buffer, seen, end if end >= 0 else len(buffer)):
             raise bad("a CR or LF stands alone")
         if end > HEAD_BYTES or end < 0 and len(buffer) > HEAD_BYTES:
             raise bad("its head is too large")
         if end >= 0:
             return bytes(buffer[:end]), bytes(buffer[end + 4:])
         seen = max(len(buffer) - 3, 0)
-        piece = receive(sock, deadline)
+        try:
+            piece = receive(sock, deadline)
+        except TimeoutError:
+            piece = b""
         if not piece:
-            raise bad("it ends in its head") if buffer else Answer(0, "nothing came")
+            raise bad("its head did not come in time") if buffer else Answer(0, "nothing came")
         buffer += piece
 
 
@@ -420,7 +425,7 @@ class Request:
         if named & {"host", "content-length", "transfer-encoding"}:
             raise bad("its Connection names a header that must stay")
         gone = named | {"connection", "keep-alive", "te", "trailer", "upgrade", "host"}
-        lines = [f"{self.method} {path} HTTP/1.{self.minor}", f"Host: {host}"]
+        lines = [f"{self.method} {path} HTTP/1.{self.minor}", f"Host: {host.removesuffix(':80')}"]
         lines += [f"{name}: {value}" for name, value in self.headers
                   if name.lower() not in gone and not name.lower().startswith("proxy-")]
         lines += ["Connection: Upgrade", "Upgrade: websocket"] if self.upgrades() else ["Connection: close"]
@@ -489,7 +494,7 @@ class Body:
 
 # --- Relaying ---
 
-BUFFERS: list[bytearray] = []
+BUFFERS: list[mmap.mmap] = []  # not from the heap, which would keep what two hundred threads once needed
 
 
 class Pipe:
@@ -497,7 +502,8 @@ class Pipe:
 
     def __init__(self, source: socket.socket, sink: socket.socket, data: bytes, body: Body | None = None) -> None:
         self.source, self.sink, self.body = source, sink, body
-        self.data, self.buffer, self.open, self.moved = memoryview(data), bytearray(), True, 0
+        self.data, self.open, self.moved = memoryview(data), True, 0
+        self.buffer: mmap.mmap | None = None
 
     def wants(self) -> int:
         """The events to wait for at the source."""
@@ -517,11 +523,9 @@ class Pipe:
         except BlockingIOError:
             pass
         if self.buffer and not self.data:
-            self.data.release()
-            self.data = memoryview(b"")
             if len(BUFFERS) < IDLE_BUFFERS:
                 BUFFERS.append(self.buffer)
-            self.buffer = bytearray()
+            self.buffer = None
 
     def fill(self) -> bool:
         if not self.open:
@@ -532,7 +536,7 @@ class Pipe:
             try:
                 self.buffer = BUFFERS.pop()
             except IndexError:
-                self.buffer = bytearray(BUFFER_BYTES)
+                self.buffer = mmap.mmap(-1, BUFFER_BYTES)
         count = self.source.recv_into(self.buffer)
         self.data = memoryview(self.buffer)[:count]
         if self.body:
@@ -548,7 +552,19 @@ class Pipe:
 
 
 def pump(up: Pipe, down: Pipe, both: bool) -> None:
-    """Relay until both directions have ended, or only the one down; or nothing moved for too long."""
+    """Relay until both directions have ended, or only the one down; or nothing moved for too long.
+
+    Raises OSError when a connection breaks: then the other one is to break, too, and not to end.
+    """
+    try:
+        relay(up, down, both)
+    except OSError:
+        for sock in (up.source, up.sink):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raise
+
+
+def relay(up: Pipe, down: Pipe, both: bool) -> None:
     client, server = up.source, up.sink
     client.setblocking(False)
     server.setblocking(False)
@@ -576,10 +592,10 @@ def pump(up: Pipe, down: Pipe, both: bool) -> None:
 def forward(client: socket.socket, request: Request, rest: bytes, server: socket.socket, path: str, host: str) -> None:
     """Send one request on, and nothing after it. Raises Answer and OSError."""
     head = request.outgoing(path, host)
-    if request.upgrades():
-        upgrade(client, head, rest, server)
-        return
     body = Body(request)
+    if request.upgrades():
+        upgrade(client, head, rest, server, body)
+        return
     up = Pipe(client, server, head + rest[:body.take(memoryview(rest))], body)
     down = Pipe(server, client, b"")
     try:
@@ -588,7 +604,7 @@ def forward(client: socket.socket, request: Request, rest: bytes, server: socket
         raise Answer(0 if down.moved else answer.status, str(answer)) from None
 
 
-def upgrade(client: socket.socket, head: bytes, rest: bytes, server: socket.socket) -> None:
+def upgrade(client: socket.socket, head: bytes, rest: bytes, server: socket.socket, empty: Body) -> None:
     """Only after the server's 101 does anything more of the client go to it."""
     server.settimeout(HEAD_SECONDS)
     server.sendall(head)
@@ -596,10 +612,11 @@ def upgrade(client: socket.socket, head: bytes, rest: bytes, server: socket.sock
         answer, more = read_head(server, b"", time.monotonic() + IDLE_SECONDS)
     except Answer:
         raise Answer(502, "sandbox: the server's answer cannot be read\n") from None
-    switched = re.match(rb"HTTP/1\.[01] 101(?: |$)", answer.partition(b"\r\n")[0]) is not None
-    up, down = Pipe(client, server, rest if switched else b""), Pipe(server, client, answer + b"\r\n\r\n" + more)
-    up.open = switched
-    pump(up, down, both=switched)
+    down = Pipe(server, client, answer + b"\r\n\r\n" + more)
+    if re.match(rb"HTTP/1\.1 101[ \r]", answer + b"\r"):
+        pump(Pipe(client, server, rest), down, both=True)
+    else:
+        pump(Pipe(client, server, b"", empty), down, both=False)
 
 
 def plain_request(client: socket.socket, request: Request, rest: bytes) -> None:
@@ -611,7 +628,7 @@ def plain_request(client: socket.socket, request: Request, rest: bytes) -> None:
     request.check_host(host, port, 80)
     path = match[2] if match[2].startswith("/") else "/" + match[2]
     with connect_out(host, port) as server:
-        forward(client, request, rest, server, path, match[1])
+        forward(client, request, rest, server, path, with_port(host, port))
 
 
 def tunnel(client: socket.socket, request: Request, rest: bytes) -> None:
@@ -625,21 +642,20 @@ def tunnel(client: socket.socket, request: Request, rest: bytes) -> None:
         client.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
         kind, data = first_bytes(client, server, rest)
         if kind == "http":
-            tunnelled_request(client, data, server, request.target, (host, port))
+            tunnelled_request(client, data, server, host, port)
             return
         if kind == "tls":
             data = checked_hello(client, data, host, port)
         pump(Pipe(client, server, data), Pipe(server, client, b""), both=True)
 
 
-def tunnelled_request(client: socket.socket, data: bytes, server: socket.socket, target: str,
-                      place: tuple[str, int]) -> None:
+def tunnelled_request(client: socket.socket, data: bytes, server: socket.socket, host: str, port: int) -> None:
     head, rest = read_head(client, data, time.monotonic() + HEAD_SECONDS)
     request = Request(head)
     if not request.target.startswith("/") and (request.method, request.target) != ("OPTIONS", "*"):
         raise bad("its target is not a path")
-    request.check_host(*place, place[1])
-    forward(client, request, rest, server, request.target, target.removesuffix(":80"))
+    request.check_host(host, port, port)
+    forward(client, request, rest, server, request.target, with_port(host, port))
 
 
 # --- What a tunnel begins with ---
@@ -658,7 +674,7 @@ def kind_of(data: bytes) -> str:
 
 
 def first_bytes(client: socket.socket, server: socket.socket, data: bytes) -> tuple[str, bytes]:
-    """What the client begins with, kept back until its kind is known. Raises Answer when it stops half-way."""
+    """What the client begins with, kept back until its kind is known. Raises OSError, also when it stops."""
     poll = select.poll()
     poll.register(client, select.POLLIN)
     poll.register(server, select.POLLIN)
@@ -667,9 +683,7 @@ def first_bytes(client: socket.socket, server: socket.socket, data: bytes) -> tu
         ready = dict(poll.poll(max(deadline - time.monotonic(), 0) * 1000))
         if server.fileno() in ready:
             return "plain", data  # the server speaks first
-        piece = receive(client, deadline) if ready else b""
-        if not ready:
-            raise Answer(0, "nothing came")
+        piece = receive(client, deadline)
         if not piece:
             return "plain", data
         deadline = deadline if data else time.monotonic() + HEAD_SECONDS
@@ -689,12 +703,10 @@ def checked_hello(client: socket.socket, data: bytes, host: str, port: int) -> b
         name = server_name(hello)
         if (name and normal_host(name)) != ("" if is_address(host) else host):
             raise ValueError(f"the TLS handshake names {clean(name) or 'no host'}, the tunnel {host}")
-    except (ValueError, Answer) as error:
-        reason = "no whole TLS ClientHello came in time" if isinstance(error, Answer) else str(error)
-        log(Decision(host, port, reason))
-        with contextlib.suppress(OSError):
-            client.sendall(UNNAMED_ALERT)
-        raise Answer(0, reason) from None
+    except (ValueError, TimeoutError) as error:
+        log(Decision(host, port, str(error) if isinstance(error, ValueError) else "no whole TLS ClientHello came"))
+        client.sendall(UNNAMED_ALERT)
+        raise Answer(0, "") from None
     return data
 
 
@@ -721,11 +733,12 @@ def client_hello(data: bytes) -> bytes | None:
     """
     message, at = b"", 0
     while True:
-        if len(message) >= 4 and len(message) - 4 >= int.from_bytes(message[1:4], "big"):
-            return Reader(message[1:]).vector(3)
+        whole = len(message) >= 4 and len(message) - 4 >= int.from_bytes(message[1:4], "big")
         record = data[at:at + 5]
-        if record and record[0] != 22 or message and message[0] != 1:
+        if message and message[0] != 1 or not whole and record and record[0] != 22:
             raise ValueError("the TLS handshake does not begin with a ClientHello")
+        if whole:
+            return Reader(message[1:]).vector(3)
         size = int.from_bytes(record[3:], "big")
         if len(record) == 5 and not 0 < size <= 16 * 1024:
             raise ValueError("a TLS record is empty or too long")
@@ -801,10 +814,9 @@ def say(client: socket.socket, answer: Answer) -> None:
 def hang_up(client: socket.socket) -> None:
     """End so that the client can read all that was sent: closing with unread bytes would reset the connection."""
     client.shutdown(socket.SHUT_WR)
-    with contextlib.suppress(Answer):
-        deadline = time.monotonic() + LINGER_SECONDS
-        while receive(client, deadline):
-            pass
+    deadline = time.monotonic() + LINGER_SECONDS
+    while receive(client, deadline):
+        pass
 
 
 def is_listener(sock: socket.socket) -> bool:
@@ -885,8 +897,7 @@ def cmd_serve() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
     threading.stack_size(STACK_BYTES)
-    if not os.path.exists(rules_path()):
-        start_rules()
+    start_rules()
     with listen(os.path.join(DIRECTORY, "proxy.sock")) as server:
         while True:
             link, _ = server.accept()
@@ -895,9 +906,11 @@ def cmd_serve() -> int:
 
 def start_rules() -> None:
     try:
-        write_rules(os.environ.get("SANDBOX_RULES", ""))
+        if not os.path.exists(rules_path()):
+            write_rules(os.environ.get("SANDBOX_RULES", ""))
+        current_rules()
     except (OSError, ValueError) as error:
-        print(f"sandbox: everything is refused: SANDBOX_RULES: {error}", file=sys.stderr)
+        print(f"sandbox: everything is refused: the rules cannot be used ({error})", file=sys.stderr)
 
 
 def listen(path: str) -> socket.socket:
@@ -979,7 +992,7 @@ def cmd_check(text: str) -> int:
         host, port = split_port(text)
     except ValueError as error:
         print(f"sandbox: {clean(text)}: {error}", file=sys.stderr)
-        return 1
+        return 2
     decision = decide(host, port or DEFAULT_PORTS[0], resolve)
     sys.stdout.write(decision.line())
     return 1 if decision.reason else 0
