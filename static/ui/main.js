@@ -131,9 +131,9 @@ function drawHead(head, name, session, view) {
   head.replaceChildren(
     h("a", { class: "button quiet back", href: "#/", "aria-label": "All sessions" }, icon("back")),
     h("div", { class: "who" },
-      h("h1", {}, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state), " ",
-        view.network === "cut" && h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut")),
-      h("p", { class: "dim", title: session?.directory }, facts.join(" · "))),
+      h("h1", {}, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state)),
+      h("p", { class: "dim", title: session?.directory },
+        view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "], facts.join(" · "))),
     session && h("div", { class: "row acts" },
       running
         ? act("Stop", () => change(view, name, "stop", "stopped"), "stop", { "aria-label": `Stop ${name}` })
