@@ -536,7 +536,7 @@ def reaches(service: Service, name: str, address: str = OUTSIDE) -> bool:
     """Whether a program in the session gets through its proxy to an address."""
     job = service.ended(service.job(name, f"wget -qO- http://{address}/etc/passwd"))
     output = service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body
-    assert job["exit"] == 0 or b"403 Forbidden" in output, output
+    assert job["exit"] == 0 or b"403 Forbidden" in output, (job, output)
     return b"root:" in output
 
 
