@@ -1212,6 +1212,19 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     return engine, session
 
 
+def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer) -> Session:
+    """Create a session anew from what is configured now; where that fails the old one is there, stopped."""
+    stopped(engine, session)
+    engine.ask("rename", session.id, f"{session.name}.{random_id()}")
+    try:
+        _, fresh = create_session([engine], session.name, config, flags)
+    except BaseException:
+        engine.output("rename", session.id, session.name).result()
+        raise
+    remove_container(engine, session)
+    return fresh
+
+
 def container_user(rootless: bool) -> str:
     """uid:gid in the container whose files belong to us: a rootless engine maps its root to us."""
     own_group = os.environ.get("SANDBOX_REGROUPED") or os.getgid()  # `sg docker` has made docker our group

@@ -819,8 +819,7 @@ def fields(data: Mapping[str, Any], **types: type) -> dict[str, Any]:
         if name not in types:
             raise WebError("bad_request", f"unknown field {name!r}{sandbox.nearest(name, types)}",
                            f"the fields are {', '.join(types)}")
-        fits = isinstance(value, types[name]) and (types[name] is not int or not isinstance(value, bool))
-        if value is not None and not fits:
+        if value is not None and not isinstance(value, types[name]):
             raise WebError("bad_request", f"{name}: {json.dumps(value)[:80]} is not a {types[name].__name__}")
     return {name: value for name, value in data.items() if value is not None}
 
@@ -998,7 +997,7 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
 
 
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
-    """Remove the container and create it again from what is configured now; settings and jobs stay."""
+    """Put a new container from what is configured now in the place of the old one; settings and jobs stay."""
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
@@ -1008,9 +1007,10 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
-    sandbox.remove_container(engine, session)
-    engine, session = sandbox.create_session([engine], session.name, config, Layer({**kept, **place}, ""))
-    app.sessions.changed()
+    try:
+        session = sandbox.recreate_session(engine, session, config, Layer({**kept, **place}, ""))
+    finally:
+        app.sessions.changed()
     autostart(engine, session)
     return json_answer(session_data(session, engine))
 
@@ -1517,7 +1517,7 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
     with open(f"{folder}/job.json", encoding="utf-8") as file:
         tag = json.load(file)["tag"]
     first = not os.path.exists(f"{folder}/cancel")
-    with open(f"{folder}/cancel", "w"):
+    with suppress(OSError), open(f"{folder}/cancel", "w"):  # a full disk must not keep what fills it alive
         pass
     threading.Thread(target=cancel, args=(engine, session, folder, tag, first), daemon=True).start()
     return json_answer(job, 202)
@@ -1806,7 +1806,7 @@ class Terminal:
         wanted = viewer.sent
         viewer.sent = viewer.acked = wanted if self.ring.start <= wanted <= self.ring.end else self.ring.start
         self.viewers.append(viewer)
-        if viewer.wants_to_write or self.writer is None and viewer.wants_to_write:
+        if viewer.wants_to_write:
             self.writer = viewer
         viewer.control(type="hello", id=self.id, session=self.session.name, run=self.run, seq=viewer.sent,
                        start=self.ring.start, end=self.ring.end, resumed=viewer.sent == wanted,
@@ -2299,9 +2299,9 @@ def serve(args: argparse.Namespace) -> int:
     if not is_loopback(address[0]) and not tls:
         sandbox.say(f"warning: without TLS everyone on the way to {address[0]} can read the password and the terminals;"
                     " give --cert and --key, or listen on 127.0.0.1 and come through ssh -L")
+    fetch_libraries()
     if args.restart and not stop_server(address):
         sandbox.say(f"there was no server at {address_text(address)}")
-    fetch_libraries()
     background = args.background or args.restart
     record = {"background": background, "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
     if background:
@@ -2362,7 +2362,8 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app.stopping = True
     server.server_close()
     app.terminals.close_all()
-    lock.write({"pid": os.getpid(), "background": record["background"]})
+    with suppress(OSError):
+        lock.write({"pid": os.getpid(), "background": record["background"]})
     return status
 
 

@@ -487,6 +487,25 @@ def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, servi
     assert service.get(f"/api/sessions/{name}/settings").json["settings"]["agentPromptCommand"] is None
 
 
+def test_what_was_typed_is_still_there_after_a_look_elsewhere(page: Page, service: Service, name: str) -> None:
+    service.create(name, agentPromptCommand="echo {prompt}")
+    open_screen(page, service, name, "agent")
+    page.click(BOX)
+    page.type("a long thought")
+    page.click(".tabs a[href$=command]")
+    page.wait("document.querySelector('[aria-label=Command]')")
+    assert page.eval("document.querySelector('[aria-label=Command]').value") == ""
+    page.click(".tabs a[href$=agent]")
+    page.wait("document.querySelector('[aria-label=Prompt]')?.value === 'a long thought'")
+    page.click(BOX)
+    page.press("Enter")
+    page.see("done", ".job-foot")
+    page.click(".tabs a[href$=command]")
+    page.click(".tabs a[href$=agent]")
+    page.see("a long thought", ".raw")
+    assert page.eval("document.querySelector('[aria-label=Prompt]').value") == ""
+
+
 def test_a_network_is_chosen_and_the_container_created_again(page: Page, service: Service, name: str) -> None:
     service.create(name)
     service.ended(service.job(name, "touch /tmp/mark; echo before"))

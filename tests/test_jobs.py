@@ -5,13 +5,14 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import Engine, write_config
 from service import Service, wait_for
-from test_engines import sleeping
+from test_engines import container_names, sleeping
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 
@@ -223,7 +224,8 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
         {"autostart": 5},
         {"env": {"A": "\0"}},
         {"env": {"A": "x" * 200_000}},
-        {"network": {"allow": ["a"]}},
+        {"network": {"allow": "a"}},
+        {"network": {"deny": ["a"]}},
     ]
     for wrong in cases:
         reply = service.post(path, wrong, "PUT")
@@ -279,6 +281,21 @@ def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: S
     for end in modes():  # what the list says is what a prompt meets
         reply = service.post(f"/api/sessions/{name}-{end}/prompt", {"prompt": "x"})
         assert reply.status == (201 if modes()[end] else 409)
+
+
+def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service: Service, name: str) -> None:
+    service.create(name)
+    assert service.ended(service.job(name, "touch /tmp/mark"))["exit"] == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        write_config(engine.home, ports=[f"{taken.getsockname()[1]}:80"])
+        reply = service.post(f"/api/sessions/{name}/recreate")
+        assert reply.status == 502 and reply.json["error"]["message"], reply.body
+    assert container_names(engine).count(name) == 1
+    assert service.post(f"/api/sessions/{name}/start").json["state"] == "running"
+    assert service.ended(service.job(name, "ls /tmp/mark"))["exit"] == 0
+    assert service.post(f"/api/sessions/{name}/recreate").json["recreate"] == []
+    assert service.ended(service.job(name, "ls /tmp/mark"))["exit"] == 1
+    assert not [other for other in container_names(engine) if other.startswith(f"{name}.")]
 
 
 @docker_only
