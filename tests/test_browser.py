@@ -537,7 +537,10 @@ OUTSIDE = "127.0.0.1:8099"  # a server in the network of a session's proxy
 
 @pytest.fixture
 def outside(service: Service, name: str) -> Iterator[str]:
-    """A session that may reach nothing, and something to reach for; the name of its proxy."""
+    """A session that may reach nothing, and something to reach for; the name of its proxy.
+
+    Ask for it before the page, which then is gone when the session goes.
+    """
     service.create(name, network={"allow": []})
     engine = service.engine
     id = engine.run("inspect", "-f", '{{index .Config.Labels "sandbox.session"}}', name).stdout.strip()
@@ -563,8 +566,8 @@ def rules(service: Service, name: str) -> object:
     return service.get(f"/api/sessions/{name}/network").json
 
 
-def test_a_refused_host_is_allowed_and_denied_at_one_click(page: Page, service: Service, name: str,
-                                                           outside: str) -> None:
+def test_a_refused_host_is_allowed_and_denied_at_one_click(outside: str, page: Page, service: Service,
+                                                           name: str) -> None:
     open_screen(page, service, name, "network")
     page.see("Nothing was asked for yet", ".network")
     page.see("No host yet: everything is refused", ".rules")
@@ -595,7 +598,7 @@ def test_a_refused_host_is_allowed_and_denied_at_one_click(page: Page, service: 
     page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
 
 
-def test_rules_are_written_and_removed(page: Page, service: Service, name: str, outside: str) -> None:
+def test_rules_are_written_and_removed(outside: str, page: Page, service: Service, name: str) -> None:
     open_screen(page, service, name, "network")
     page.fill("[aria-label='Host to allow']", "http://no/rule")
     page.press("Enter")
@@ -620,8 +623,8 @@ def test_rules_are_written_and_removed(page: Page, service: Service, name: str, 
     page.wait("document.activeElement.ariaLabel === 'Host to allow'")
 
 
-def test_many_decisions_stay_few_rows_and_nothing_moves_under_the_pointer(page: Page, service: Service, name: str,
-                                                                          outside: str) -> None:
+def test_many_decisions_stay_few_rows_and_nothing_moves_under_the_pointer(outside: str, page: Page, service: Service,
+                                                                          name: str) -> None:
     open_screen(page, service, name, "network")
     service.ended(service.job(name, "for i in $(seq 250); do wget -q http://h$i.example/; done"))
     page.see("h250.example:80", ".decision:first-child")
@@ -639,8 +642,7 @@ def test_many_decisions_stay_few_rows_and_nothing_moves_under_the_pointer(page: 
     page.see("h249.example:80", ".decisions")
 
 
-def test_a_cut_network_is_seen_everywhere_and_comes_back(page: Page, service: Service, name: str,
-                                                         outside: str) -> None:
+def test_a_cut_network_is_seen_everywhere_and_comes_back(outside: str, page: Page, service: Service, name: str) -> None:
     open_screen(page, service, name, "network")
     page.see("allowlist", ".sessions [aria-current]")
     assert not reaches(service, name)
