@@ -1561,14 +1561,17 @@ STATUS_BYTES = 512
 
 
 def write_job(folder: str, job: Mapping[str, Any]) -> None:
-    """Make the folder of a job; the room for its status is taken now, so that it fits on a full disk."""
+    """Make the folder of a job, which others see when it is supervised.
+
+    The room for its status is taken now, so that it fits on a full disk.
+    """
     import json
 
     os.makedirs(folder, mode=0o700)
     for name, content in (("output", b""), ("runs", b""), ("lock", b""), ("status", b" " * STATUS_BYTES)):
         with open(os.path.join(folder, name), "wb") as file:
             file.write(content)
-    write_private(os.path.join(folder, "job.json"), json.dumps(job))
+    write_private(os.path.join(folder, "job.json.new"), json.dumps(job))
 
 
 class Recorder:
@@ -1619,10 +1622,12 @@ def supervise(folder: str) -> int:
     import fcntl
     import json
 
-    with open(os.path.join(folder, "job.json"), encoding="utf-8") as file:
+    path = os.path.join(folder, "job.json")
+    with open(f"{path}.new", encoding="utf-8") as file:
         argv = json.load(file)["argv"]
     lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.rename(f"{path}.new", path)  # who saw the job without its lock would take it for lost
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,29 @@ def test_a_command_streams_and_ends_with_its_status(service: Service, name: str)
     job = service.ended(job)
     assert (job["state"], job["exit"], job["size"]) == ("ended", 7, 14)
     assert service.get(f"/api/sessions/{name}/jobs").json == [job]
+
+
+@docker_only
+def test_a_job_that_is_being_started_is_not_lost(service: Service, name: str) -> None:
+    """Others ask for the jobs all the time."""
+    service.create(name)
+    path, over = f"/api/sessions/{name}/jobs", threading.Event()
+
+    def watch() -> set[str]:
+        states: set[str] = set()
+        while not over.is_set():
+            states |= {job["state"] for job in service.get(path).json}
+            time.sleep(0.02)
+        return states
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        states = pool.submit(watch)
+        try:
+            jobs = [service.ended(service.job(name, "exit 4")) for _ in range(10)]
+        finally:
+            over.set()
+    assert [job["exit"] for job in jobs] == [4] * 10
+    assert states.result() <= {"running", "ended"}
 
 
 def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:

@@ -73,6 +73,7 @@ class Tile {
     this.name = name;
     const id = `tile-${Math.random().toString(36).slice(2, 9)}`;
     this.state = h("span", { class: "state" });
+    this.cut = h("a", { class: "cut", href: `/#/s/${encodeURIComponent(name)}/network`, hidden: true }, "Network cut");
     this.about = h("p", { class: "about" });
     this.asked = h("p", { class: "asked" });
     this.tail = h("div", { class: "tail", tabindex: "0", role: "log", "aria-live": "off", "aria-label": `What ${name} does` });
@@ -89,7 +90,7 @@ class Tile {
       h("a", { href: `/#/s/${encodeURIComponent(name)}/settings`, "aria-label": `Set one for ${name}` }, "Set one"));
     this.form = h("form", {}, this.setUp, this.box, this.send, this.done, this.stop, this.start);
     this.element = h("article", { class: "tile", "aria-labelledby": id },
-      h("header", {}, h("h2", { id }, h("a", { href: `/#/s/${encodeURIComponent(name)}/agent` }, name)), this.state),
+      h("header", {}, h("h2", { id }, h("a", { href: `/#/s/${encodeURIComponent(name)}/agent` }, name)), this.cut, this.state),
       this.about, this.asked, this.tail, this.form);
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -153,9 +154,11 @@ class Tile {
     this.element.dataset.state = state;
     put(this.state, STATES[state]);
     put(this.about, [row.agent ? agentName(row.agent) : "no agent", row.directory && tailOf(row.directory),
+      row.network === "allow" && "allowlist",
       !running ? row.state : last?.state === "running" ? lasted(last) : last ? ago(last.ended ?? last.started) : null]
       .filter(Boolean).join(" · "));
     this.about.title = row.directory;
+    this.cut.hidden = row.network !== "cut";
     put(this.asked, last ? (last.prompt ?? `$ ${last.command}`) : "");
     this.asked.title = this.asked.textContent;
     this.drawTail(row);
