@@ -2130,6 +2130,7 @@ def cmd_net(args: argparse.Namespace) -> int:
         print(json.dumps(network_of(session, session_config(session)), indent=2))
         return 0
     if args.action == "check":
+        Layer({"network": {"allow": args.hosts}}, {"network": "check"}, 2)  # raises
         set_rules(engine, session, network_of(session, session_config(session)))
         return max(check_host(engine, session, host) for host in args.hosts)
     rules = Layer({"network": {"allow": [], args.action: args.hosts}}, {"network": args.action}, 2).values["network"]
