@@ -1014,7 +1014,6 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 STALE_STATUS = {"docker": {"gone": 1, "stopped": 1}, "podman": {"gone": 125, "stopped": 255}}
 STALE_SECONDS = 3
 KILLED = 137  # an exec whose container ends
-GATE_SECONDS = 10  # that the init of a session waits for its proxy
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1842,25 +1841,7 @@ def cmd_run(args: argparse.Namespace) -> int:
             raise SandboxError(f"the container {request.name} comes and goes", "try again", 125)
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
-    start = time.monotonic()
-    status = converse(request, engine, session, created)
-    if created and time.monotonic() - start < STALE_SECONDS + (GATE_SECONDS if session.proxy else 0):
-        check_start(engine, session, status)
-    return status
-
-
-def check_start(engine: Engine, session: Session, status: int) -> None:
-    """Raise SandboxError, and remove the session, where its container ended instead of becoming ready."""
-    if status not in (KILLED, *STALE_STATUS[engine.name].values()):
-        return
-    gone, shown, _ = engine.output(*INSPECT, session.id).result()
-    _, out, err = engine.output("logs", session.id).result()
-    if not gone and (shown.split(" ")[2] == "running" or (status == KILLED and "sandbox: " not in out + err)):
-        return
-    remove_session(engine, session)
-    last = (out + err).strip().splitlines()[-3:]
-    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
-                       "correct the image or the mounts", 125)
+    return converse(request, engine, session, created)
 
 
 def is_stale(engine: Engine, session: Session, status: int) -> bool:
@@ -1890,6 +1871,8 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
     while True:
         since = time.time()
         status = run_command(engine, session, request, command)
+        if created and status in (KILLED, *STALE_STATUS[engine.name].values()):
+            check_start(engine, session, status)
         for line in refusals(engine, session, since):
             say(line)
         again = next_command(request, session, command) if asks else None
@@ -1899,6 +1882,26 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
             remove_session(engine, session)
             return status
         command = again
+
+
+def check_start(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError, and remove a new session, where its container ended instead of becoming ready."""
+    import time
+
+    form = "{{.State.Status}} {{.State.ExitCode}}"
+    for _ in range(5):  # the engine learns of the end of its processes one by one
+        gone, out, _ = engine.output("container", "inspect", "--format", form, session.id).result()
+        state, _, code = out.partition(" ")
+        if gone or state == "exited" or (state == "running" and status != KILLED):
+            break
+        time.sleep(0.1)
+    if gone or state != "exited" or not 0 < int(code) < 128:  # a session that is stopped ends by a signal
+        return
+    _, out, err = engine.output("logs", session.id).result()
+    remove_session(engine, session)
+    last = (out + err).strip().splitlines()[-3:]
+    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
+                       "correct the image or the mounts", 125)
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
