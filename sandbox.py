@@ -1267,6 +1267,7 @@ def missing_image(engine: Engine, config: Config) -> EngineProblem:
 NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
 PROXY_PROGRAM = "/usr/local/lib/sandbox/proxy.py"
+CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
 
@@ -2179,16 +2180,30 @@ def cmd_prune(args: argparse.Namespace) -> int:
 
 def prune_engine(engine: Engine, dry_run: bool) -> None:
     """Remove the proxies and volumes of an engine whose session is gone, and print their names."""
+    import time
+
+    left = leftovers(engine)
+    if left:  # those of a session that is being created have it after a while
+        time.sleep(CREATION_SECONDS)
+        left = [item for item in leftovers(engine) if item in left]
+    for kind, name in left:
+        print(name)
+        if not dry_run:
+            engine.output(*kind, name).result()
+
+
+def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
+    """The proxies, then the volumes of no session: the engine's command that removes it, and its name."""
+    import re
+
+    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
+    volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]  # others are not ours
     _, rows = list_containers([engine])
     ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     proxies = [row["Names"][0] for row in rows if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
-    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
-    volumes = [volume for volume in volumes if volume.removeprefix("sandbox-net-") not in ids]
-    for kind, names in (([], proxies), (["volume"], volumes)):
-        for name in names:
-            print(name)
-            if not dry_run:
-                engine.output(*kind, "rm", "-f", name).result()
+    # without -f, with which podman removes the containers that use it, too
+    return [*((("rm", "-f"), proxy) for proxy in proxies),
+            *((("volume", "rm"), volume) for volume in volumes if volume.removeprefix("sandbox-net-") not in ids)]
 
 
 def half_written() -> list[str]:
