@@ -1014,7 +1014,6 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 STALE_STATUS = {"docker": {"gone": 1, "stopped": 1}, "podman": {"gone": 125, "stopped": 255}}
 STALE_SECONDS = 3
 KILLED = 137  # an exec whose container ends
-GATE_SECONDS = 10  # that the init of a session waits for its proxy
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1281,6 +1280,7 @@ def missing_image(engine: Engine, config: Config) -> EngineProblem:
 NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
 PROXY_PROGRAM = "/usr/local/lib/sandbox/proxy.py"
+CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
 
@@ -1860,25 +1860,7 @@ def cmd_run(args: argparse.Namespace) -> int:
             raise SandboxError(f"the container {request.name} comes and goes", "try again", 125)
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
-    start = time.monotonic()
-    status = converse(request, engine, session, created)
-    if created and time.monotonic() - start < STALE_SECONDS + (GATE_SECONDS if session.proxy else 0):
-        check_start(engine, session, status)
-    return status
-
-
-def check_start(engine: Engine, session: Session, status: int) -> None:
-    """Raise SandboxError, and remove the session, where its container ended instead of becoming ready."""
-    if status not in (KILLED, *STALE_STATUS[engine.name].values()):
-        return
-    gone, shown, _ = engine.output(*INSPECT, session.id).result()
-    _, out, err = engine.output("logs", session.id).result()
-    if not gone and (shown.split(" ")[2] == "running" or (status == KILLED and "sandbox: " not in out + err)):
-        return
-    remove_session(engine, session)
-    last = (out + err).strip().splitlines()[-3:]
-    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
-                       "correct the image or the mounts", 125)
+    return converse(request, engine, session, created)
 
 
 def is_stale(engine: Engine, session: Session, status: int) -> bool:
@@ -1908,6 +1890,8 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
     while True:
         since = time.time()
         status = run_command(engine, session, request, command)
+        if created and status in (KILLED, *STALE_STATUS[engine.name].values()):
+            check_start(engine, session, status)
         for line in refusals(engine, session, since):
             say(line)
         again = next_command(request, session, command) if asks else None
@@ -1917,6 +1901,26 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
             remove_session(engine, session)
             return status
         command = again
+
+
+def check_start(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError, and remove a new session, where its container ended instead of becoming ready."""
+    import time
+
+    form = "{{.State.Status}} {{.State.ExitCode}}"
+    for _ in range(5):  # the engine learns of the end of its processes one by one
+        gone, out, _ = engine.output("container", "inspect", "--format", form, session.id).result()
+        state, _, code = out.partition(" ")
+        if gone or state == "exited" or (state == "running" and status != KILLED):
+            break
+        time.sleep(0.1)
+    if gone or state != "exited" or not 0 < int(code) < 128:  # a session that is stopped ends by a signal
+        return
+    _, out, err = engine.output("logs", session.id).result()
+    remove_session(engine, session)
+    last = (out + err).strip().splitlines()[-3:]
+    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
+                       "correct the image or the mounts", 125)
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
@@ -2148,6 +2152,7 @@ def cmd_net(args: argparse.Namespace) -> int:
         print(json.dumps(network_of(session, session_config(session)), indent=2))
         return 0
     if args.action == "check":
+        Layer({"network": {"allow": args.hosts}}, {"network": "check"}, 2)  # raises
         set_rules(engine, session, network_of(session, session_config(session)))
         return max(check_host(engine, session, host) for host in args.hosts)
     rules = Layer({"network": {"allow": [], args.action: args.hosts}}, {"network": args.action}, 2).values["network"]
@@ -2193,16 +2198,30 @@ def cmd_prune(args: argparse.Namespace) -> int:
 
 def prune_engine(engine: Engine, dry_run: bool) -> None:
     """Remove the proxies and volumes of an engine whose session is gone, and print their names."""
+    import time
+
+    left = leftovers(engine)
+    if left:  # those of a session that is being created have it after a while
+        time.sleep(CREATION_SECONDS)
+        left = [item for item in leftovers(engine) if item in left]
+    for kind, name in left:
+        print(name)
+        if not dry_run:
+            engine.output(*kind, name).result()
+
+
+def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
+    """The proxies, then the volumes of no session: the engine's command that removes it, and its name."""
+    import re
+
+    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
+    volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]  # others are not ours
     _, rows = list_containers([engine])
     ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     proxies = [row["Names"][0] for row in rows if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
-    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
-    volumes = [volume for volume in volumes if volume.removeprefix("sandbox-net-") not in ids]
-    for kind, names in (([], proxies), (["volume"], volumes)):
-        for name in names:
-            print(name)
-            if not dry_run:
-                engine.output(*kind, "rm", "-f", name).result()
+    # without -f, with which podman removes the containers that use it, too
+    return [*((("rm", "-f"), proxy) for proxy in proxies),
+            *((("volume", "rm"), volume) for volume in volumes if volume.removeprefix("sandbox-net-") not in ids)]
 
 
 def half_written() -> list[str]:
