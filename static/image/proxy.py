@@ -48,7 +48,6 @@ TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"+) ([!-~]+) HTTP/1\.([01])")
 HEADER = re.compile(rb"(" + TOKEN + rb"+):[ \t]*([\t -~\x80-\xff]*)")
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~]*)?")
-BARE_CR_OR_LF = re.compile(rb"(?<!\r)\n|\r[^\n]")
 # What some server might read as the start of a request, and what may still become that.
 HTTP_LIKE = re.compile(rb"[\r\n]|" + TOKEN + rb"*(?:[\t\x0b\x0c\x1c-\x20\x85\xa0]|\r[^\n])")
 UNDECIDED = re.compile(rb"(?:" + TOKEN + rb"*\r?|\x16)")
@@ -362,8 +361,6 @@ def read_head(sock: socket.socket, data: bytes, deadline: float) -> tuple[bytes,
     buffer, seen = bytearray(data), 0
     while True:
         end = buffer.find(b"\r\n\r\n", seen)
-        if BARE_CR_OR_LF.search(buffer, seen, end if end >= 0 else len(buffer)):
-            raise bad("a CR or LF stands alone")
         if end > HEAD_BYTES or end < 0 and len(buffer) > HEAD_BYTES:
             raise bad("its head is too large")
         if end >= 0:
