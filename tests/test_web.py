@@ -647,7 +647,7 @@ def test_the_log_of_a_background_server_is_bounded(engine: Engine, home: Path) -
     logs = sorted(path for path in (home / "web").iterdir() if ".log" in path.name)
     assert [path.name.partition(".log")[2] for path in logs] == ["", ".1"]
     assert all(path.stat().st_size < 2.2 * 2**20 and path.stat().st_mode & 0o777 == 0o600 for path in logs)
-    assert " /1199/x" in logs[0].read_text()
+    wait_for(lambda: " /1199/x" in logs[0].read_text())  # it is written behind the answer
     assert engine.sandbox("serve", service.address, "--stop").returncode == 0
 
 
