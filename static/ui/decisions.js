@@ -39,6 +39,11 @@ class Row {
   constructor(decision, change) {
     this.count = this.refused = 0;
     this.label = `${bracketed(decision.host)}:${decision.port}`;
+    this.change = change;
+    this.take(decision);
+  }
+
+  build() {
     this.chip = h("span", { class: "chip" });
     this.facts = h("span", { class: "dim" });
     this.why = h("p", { class: "why" });
@@ -46,18 +51,18 @@ class Row {
       if (event.detail > 1) return; // the second half of a double click would take the first one back
       busy(this.button, async () => {
         const verdict = this.verdict === "deny" ? "allow" : "deny";
-        await change({ [verdict]: this.rule() });
+        await this.change({ [verdict]: this.rule() });
         this.changed = verdict;
         this.draw();
       }).then(() => event.detail || this.button.focus());
     } });
     this.element = h("li", {}, h("div", { class: "what" },
       h("h3", { class: "mono" }, this.label), h("p", { class: "facts" }, this.chip, this.facts), this.why), this.button);
-    this.take(decision);
   }
 
   take(decision) {
     this.last = decision;
+    this.when = ""; // in words; that is dear
     this.changed = ""; // by a click here, since the last decision
     this.count += 1;
     this.refused += decision.verdict === "deny";
@@ -72,13 +77,14 @@ class Row {
   }
 
   draw() {
+    if (!this.element) this.build();
     const { verdict, rule, reason, time } = this.last;
     const denied = this.verdict === "deny";
     put(this.chip, { allow: "allowed", deny: "refused" }[verdict]);
     this.chip.className = `chip ${verdict === "deny" ? "bad" : "good"}`;
     put(this.facts, this.count === 1 ? `once, ${ago(time)}` : [`${this.count} times`,
       this.refused && this.refused < this.count && `refused ${this.refused}`, `last ${ago(time)}`].filter(Boolean).join(", "));
-    this.facts.title = new Date(time).toLocaleString();
+    this.facts.title = this.when ||= new Date(time).toLocaleString();
     put(this.why, this.changed ? `${denied ? "Refused" : "Allowed"} from the next connection on`
       : verdict === "deny" ? [reason, rule].filter(Boolean).join(": ") : `by the rule ${rule}`);
     put(this.button, denied ? "Allow" : "Deny");
@@ -179,7 +185,7 @@ function decisionList(name, { change, live }) {
     for (const [old, { element }] of rows) {
       if (rows.size <= SHOWN_HOSTS) break;
       rows.delete(old);
-      element.remove();
+      element?.remove();
     }
     drawing ??= setTimeout(draw, DRAW_MILLISECONDS);
   }
@@ -292,6 +298,7 @@ function mountList(root, context) {
     if (live()) decisions.listen();
   };
   changed();
+  if (!store.sessions) refresh().then(() => gone || changed());
   decisions.listen(); // where it is cut, for what was asked for before
   document.addEventListener("visibilitychange", load); // rules that were changed elsewhere
   return { changed, unmount() {

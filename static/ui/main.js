@@ -95,6 +95,7 @@ async function showSession(name, screen) {
   const changed = () => { // what others have changed
     const [row, detail] = [store.find(name), view.detail];
     if (!row || !detail) return;
+    if (view.network === undefined) drawHead(head, name, detail, view); // drawn when there was no list yet
     const same = row.state === detail.state && row.agentMode === canBePrompted(detail) && row.network === view.network;
     if (!same) view.reload().catch(() => {});
   };

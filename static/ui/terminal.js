@@ -308,6 +308,7 @@ export function mount(root, context) {
   const views = [];
   let current = null;
   let gone = false;
+  let starting = null;
 
   const notice = h("div", {});
   const tabs = h("div", { class: "term-tabs", role: "tablist", "aria-label": "Terminals" });
@@ -497,7 +498,7 @@ export function mount(root, context) {
     const running = session.state === "running";
     notice.replaceChildren(...(running ? [] : [stoppedNotice(context)]));
     bar.inert = !running;
-    if (running && !views.length) start();
+    if (running && !views.length) starting ??= start().finally(() => (starting = null));
   };
 
   async function start() {
