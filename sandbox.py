@@ -1279,7 +1279,7 @@ def missing_image(engine: Engine, config: Config) -> EngineProblem:
 
 NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
-PROXY_PROGRAM = "/usr/local/lib/sandbox/proxy.py"
+PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
 CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
@@ -1295,14 +1295,14 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
     for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
         argv += ["--label", f"sandbox.{key}={value}"]
     argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e", f"SANDBOX_RULES={json.dumps(spec['network'])}"]
-    return [*argv, "--entrypoint", "python3", spec["image"], PROXY_PROGRAM, "serve"]
+    return [*argv, "--entrypoint", PROXY_PROGRAM[0], spec["image"], *PROXY_PROGRAM[1:], "serve"]
 
 
 def set_argv(session: Session, network: Any) -> list[str]:
     """The engine's arguments that give the proxy its rules."""
     import json
 
-    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, "python3", PROXY_PROGRAM, "set"]
+    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, *PROXY_PROGRAM, "set"]
 
 
 def set_rules(engine: Engine, session: Session, network: Any) -> None:
@@ -2162,7 +2162,7 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def check_host(engine: Engine, session: Session, host: str) -> int:
     """Print the proxy's decision about a host; 0 when it is allowed."""
-    status, out, err = engine.output("exec", session.proxy, "python3", PROXY_PROGRAM, "check", host).result()
+    status, out, err = engine.output("exec", session.proxy, *PROXY_PROGRAM, "check", host).result()
     if not out:
         raise failure(engine.name, err)
     print(out, end="")

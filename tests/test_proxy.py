@@ -620,7 +620,7 @@ def test_a_body_that_ends_too_early_is_refused(running: Proxy) -> None:
 def test_a_refusal_says_how_to_allow_it(running: Proxy, line: str, place: str, reason: str, command: str) -> None:
     answer = running.send(f"{line}\r\nHost: {place}\r\n\r\n".encode()).decode()
     head, _, text = answer.partition("\r\n\r\n")
-    assert head.startswith("HTTP/1.1 403 Forbidden\r\nContent-Type: text/plain\r\n")
+    assert head.startswith(f"HTTP/1.1 403 Forbidden: {' '.join(text.split())}\r\nContent-Type: text/plain\r\n")
     assert text == f"sandbox: {reason}\nTo allow it: {command}"
 
 

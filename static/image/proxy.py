@@ -803,10 +803,13 @@ REASONS = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway", 503: "Servi
 
 def say(client: socket.socket, answer: Answer) -> None:
     if answer.status:
-        body = str(answer).encode()
+        body, reason = str(answer).encode(), REASONS[answer.status]
+        if answer.status == 403:  # after a CONNECT most programs show this line and not the text
+            reason += ": " + " ".join(str(answer).split())
+        head = (f"HTTP/1.1 {answer.status} {reason}\r\nContent-Type: text/plain\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
         client.settimeout(HEAD_SECONDS)
-        client.sendall(f"HTTP/1.1 {answer.status} {REASONS[answer.status]}\r\nContent-Type: text/plain\r\n"
-                       f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        client.sendall(head.encode("ascii", "replace") + body)
 
 
 def hang_up(client: socket.socket) -> None:
