@@ -2336,7 +2336,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app = App(address, config, tls is not None)
     share_one_heap()
     threading.stack_size(STACK_BYTES)
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
     try:
         server = Server(address, app, tls)
     except OSError as error:
