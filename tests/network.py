@@ -74,13 +74,15 @@ class Outside:
         try:
             wait_for((self.directory / "ready").exists)
         except AssertionError:
-            raise AssertionError(engine.run("logs", self.name)) from None
+            said = engine.run("logs", self.name)
+            self.end()
+            raise AssertionError(said) from None
 
     def start(self, *argv: str) -> None:
         app = self.engine.area / "app"
         made = self.engine.run(
             "run", "-d", "--init", "--name", self.name, "--network", f"container:{self.proxy}",
-            "--cap-add", "NET_ADMIN", f"{self.directory}:{self.directory}", "-v", f"{app}:{app}:ro",
+            "--cap-add", "NET_ADMIN", "-v", f"{self.directory}:{self.directory}", "-v", f"{app}:{app}:ro",
             "-e", f"PYTHONPATH={app}", "-e", "PYTHONDONTWRITEBYTECODE=1", IMAGE, *argv,
         )  # fmt: skip
         assert made.returncode == 0, made.stderr

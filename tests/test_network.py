@@ -1,5 +1,7 @@
 """Network allowlists on real engines. The outside is a container in the network namespace of a session's proxy."""
 
+import http.client
+import itertools
 import json
 import os
 import re
@@ -8,12 +10,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import IMAGE, IMAGE_VERSION, ROOT, TOKEN, Engine, unique_name, write_config
-from network import LOCAL, Guarded, inspected, left_of, shown_network
+from network import LOCAL, Guarded, inspected, left_of, proxy_of, shown_network
 from outside import PUBLIC
-from service import wait_for
+from service import Service, wait_for
 from test_engines import container_names
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
@@ -131,7 +134,7 @@ def neighbour(engine: Engine) -> Iterator[Path]:
 
 LISTEN = """
 import socket
-listeners = [socket.create_server(("", port)) for port in (80, 8080, 9999)] + [socket.socket(socket.AF_UNIX)]
+listeners = [socket.create_server(("", port)) for port in (8080, 9999)] + [socket.socket(socket.AF_UNIX)]
 listeners[-1].bind("\\0neighbour")
 listeners[-1].listen()
 import select
@@ -395,3 +398,77 @@ def kill_while_it_creates(engine: Engine, name: str, seconds: float) -> str:
         label = next(line for line in run.stderr if "--label sandbox.proxy" in line)
         time.sleep(seconds)
         return label
+
+
+# --- Commands for a shell, and the web service ---
+
+
+def test_the_printed_commands_make_a_working_session(engine: Engine, project: Path, home: Path, name: str) -> None:
+    ask = "printf 'GET http://127.0.0.7/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 | head -n 1"
+    flags = ("-n", name, "--allow", "127.0.0.7", "-x", ask)
+    for _ in range(2):  # of a new session, and of one that is there
+        lines = engine.sandbox("config", "command", *flags).stdout
+        script = subprocess.run(
+            ["sh", "-ec", lines], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **engine.where()
+        )
+        assert script.stdout == "HTTP/1.1 502 Bad Gateway\n", lines + script.stderr
+        assert shown_network(engine, name) == "allow"
+    assert engine.sandbox("run", *flags).stdout == script.stdout
+
+
+@docker_only
+def test_the_web_service_shows_and_changes_rules(service: Service, name: str) -> None:
+    service.create(name, network={"allow": ["127.0.0.1"]})
+    service.create(f"{name}-open")
+    path = f"/api/sessions/{name}"
+    assert service.get(f"{path}/network").json == {"allow": ["127.0.0.1"]}
+    events = decisions(service, name)
+    assert asked(service, name) == ["502", "403", "403"]
+    assert [(row["host"], row["verdict"]) for row in itertools.islice(events, 3)] == [
+        ("127.0.0.1", "allow"), ("127.0.0.2", "deny"), ("127.0.0.3", "deny")]  # fmt: skip
+
+    rules = service.post(f"{path}/network", {"allow": "127.0.0.2"})
+    assert (rules.status, rules.json) == (200, {"allow": ["127.0.0.1", "127.0.0.2"]})
+    assert asked(service, name) == ["502", "502", "403"]
+    assert service.post(f"{path}/network", {"deny": "127.0.0.1"}).json == {
+        "allow": ["127.0.0.2"], "deny": ["127.0.0.1"]}  # fmt: skip
+    assert asked(service, name) == ["403", "502", "403"]
+    put = service.post(f"{path}/settings", {"network": {"allow": ["127.0.0.3:80"]}}, method="PUT")
+    assert put.status == 200 and put.json["effective"]["network"] == {"allow": ["127.0.0.3:80"]}
+    assert asked(service, name) == ["403", "403", "502"]
+    assert next(row for row in events if row["rule"] == "127.0.0.3:80")["verdict"] == "allow"
+
+    assert [row_of(service, n)["network"] for n in (name, f"{name}-open")] == ["allow", "open"]
+    engine = service.engine
+    engine.run("kill", proxy_of(engine, name))
+    wait_for(lambda: row_of(service, name)["network"] == "cut")
+    assert asked(service, name) == ["", "", ""]
+
+    for body in ({}, {"allow": "http://x"}, {"allow": 5}, {"allow": "x", "more": 1}):
+        assert service.post(f"{path}/network", body).status == 400
+    assert service.post(f"{path}-open/network", {"allow": "x"}).status == 409
+    assert service.get(f"{path}-open/network").status == 409
+    trouble = service.post("/api/sessions", {"name": f"{name}-2", "directory": "/tmp", "network": {"allow": ["a b"]}})
+    assert trouble.status == 400 and b"a b" in trouble.body
+
+
+def row_of(service: Service, name: str) -> Any:
+    return next(row for row in service.get("/api/sessions").json if row["name"] == name)
+
+
+def asked(service: Service, name: str) -> list[str]:
+    """The statuses that the proxy gives inside for three addresses."""
+    ask = "printf 'GET http://127.0.0.%s/ HTTP/1.0\\r\\n\\r\\n' $n | nc 127.0.0.1 3128 | head -n 1; echo"
+    job = service.job(name, f"for n in 1 2 3; do {ask}; done")
+    text = "".join(data for kind, data, _ in service.events(job) if kind == "stdout")
+    return [line.strip().split(" ")[1] if line.strip() else "" for line in text.replace("\r\n\n", "\n").splitlines()]
+
+
+def decisions(service: Service, name: str) -> Iterator[Any]:
+    """What the page would show, as it comes."""
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    connection.request("GET", f"/api/sessions/{name}/network/events", headers={"Cookie": service.cookie})
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
+    assert answer.readline() == b": the log\n"
+    return (json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: "))
