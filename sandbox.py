@@ -321,7 +321,7 @@ def a_rule(value: Any) -> str:
     what = "<host>[:<port>]: a name, *.name for what is below it, or an address; no http://, no path"
     text = a_string(value).lower()
     text = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
-    label = r"[a-z0-9_]([\w-]*\w)?"
+    label = r"[a-z0-9_]([\w-]{0,61}\w)?"
     found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?", text, re.ASCII)
     host, port = (canonical_host(found[1]), found.groups()[-1]) if found else ("", None)
     if not host or int(port or 1) > 65535:
