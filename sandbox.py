@@ -1236,8 +1236,9 @@ def started(engine: Engine, session: Session) -> Session:
         if any(os.path.realpath(path) != path for path in have.get("sources", ())):
             raise SandboxError(f"a mount of {session.name} now leads through a link to another place",
                                f"look at its mounted paths, then: sandbox rm {session.name}", 125)
-        if session.proxy:
-            start_proxy(engine, session)
+        if session.proxy:  # anew, for what has run here may have left it stuck; its rules before anything runs
+            engine.output(*restart_argv(session)).result()
+            set_rules(engine, session, network_of(session, session_config(session)))
         engine.ask("start", session.name)
         session.state = "running"
     return session
@@ -1283,6 +1284,11 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
         argv += ["--label", f"sandbox.{key}={value}"]
     argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e", f"SANDBOX_RULES={json.dumps(spec['network'])}"]
     return [*argv, "--entrypoint", "python3", spec["image"], PROXY_PROGRAM, "serve"]
+
+
+def restart_argv(session: Session) -> list[str]:
+    """The engine's arguments that start the proxy of a session, and end it before where it runs."""
+    return ["restart", "-t", "1", session.proxy]
 
 
 def set_argv(session: Session, network: Any) -> list[str]:
@@ -2227,7 +2233,7 @@ def show_command(args: argparse.Namespace) -> int:
         calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
         if session.proxy:
             rules = set_argv(session, network_of(session, request.config))
-            calls = [*([[engine.name, "start", session.proxy]] if calls else []), *calls, [engine.name, *rules]]
+            calls = [*([[engine.name, *restart_argv(session)]] if calls else []), [engine.name, *rules], *calls]
     else:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
