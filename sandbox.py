@@ -1342,6 +1342,8 @@ def remove_proxy(engine: Engine, session: Session) -> None:
 def network_of(session: Session, config: Config) -> Any:
     """The rules that hold for a session with an allowlist: configured now, or those it was created with."""
     network = config.get("network")
+    if network == "none":
+        return {"allow": []}
     return network if isinstance(network, dict) else session.created()[0]["network"]
 
 
@@ -1390,6 +1392,7 @@ class Request:
                 say(f"{session.name} works on {have['directory']}; {self.spec['directory']} is not mounted in it")
             self.spec.update({key: have[key] for key in ("directory", "workdir")})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
+        check_isolation(session, have.get("network"), self.spec["network"])
         for line in (lines := differences(have, self.spec)):
             say(f"{session.name} differs from what is asked for: {line}")
         if lines:
@@ -1408,6 +1411,13 @@ class Request:
     @property
     def agent(self) -> str:
         return self.config.get("yolo") or agent_of(self.base())
+
+
+def check_isolation(session: Session, have: Any, want: Any) -> None:
+    """Raise SandboxError when a session's network is open and it is not to be: a line that is said may not be read."""
+    if have in ("open", "host") and want not in ("open", "host"):
+        raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
+                           f"sandbox rm {session.name}, then run this again; or --net {have} to go on as it is", 125)
 
 
 def within(path: str, folder: str) -> str | None:
