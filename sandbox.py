@@ -321,7 +321,7 @@ def a_rule(value: Any) -> str:
     what = "<host>[:<port>]: a name, *.name for what is below it, or an address; no http://, no path"
     text = a_string(value).lower()
     text = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
-    label = r"[a-z0-9_]([\w-]*\w)?"
+    label = r"[a-z0-9_]([\w-]{0,61}\w)?"
     found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?", text, re.ASCII)
     host, port = (canonical_host(found[1]), found.groups()[-1]) if found else ("", None)
     if not host or int(port or 1) > 65535:
@@ -1248,8 +1248,9 @@ def started(engine: Engine, session: Session) -> Session:
         if any(os.path.realpath(path) != path for path in have.get("sources", ())):
             raise SandboxError(f"a mount of {session.name} now leads through a link to another place",
                                f"look at its mounted paths, then: sandbox rm {session.name}", 125)
-        if session.proxy:
-            start_proxy(engine, session)
+        if session.proxy:  # anew, for what has run here may have left it stuck; its rules before anything runs
+            engine.output(*restart_argv(session)).result()
+            set_rules(engine, session, network_of(session, session_config(session)))
         engine.ask("start", session.name)
         session.state = "running"
     return session
@@ -1296,6 +1297,11 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
         argv += ["--label", f"sandbox.{key}={value}"]
     argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e", f"SANDBOX_RULES={json.dumps(spec['network'])}"]
     return [*argv, "--entrypoint", PROXY_PROGRAM[0], spec["image"], *PROXY_PROGRAM[1:], "serve"]
+
+
+def restart_argv(session: Session) -> list[str]:
+    """The engine's arguments that start the proxy of a session, and end it before where it runs."""
+    return ["restart", "-t", "1", session.proxy]
 
 
 def set_argv(session: Session, network: Any) -> list[str]:
@@ -1349,6 +1355,8 @@ def remove_proxy(engine: Engine, session: Session) -> None:
 def network_of(session: Session, config: Config) -> Any:
     """The rules that hold for a session with an allowlist: configured now, or those it was created with."""
     network = config.get("network")
+    if network == "none":
+        return {"allow": []}
     return network if isinstance(network, dict) else session.created()[0]["network"]
 
 
@@ -1397,6 +1405,7 @@ class Request:
                 say(f"{session.name} works on {have['directory']}; {self.spec['directory']} is not mounted in it")
             self.spec.update({key: have[key] for key in ("directory", "workdir")})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
+        check_isolation(session, have.get("network"), self.spec["network"])
         for line in (lines := differences(have, self.spec)):
             say(f"{session.name} differs from what is asked for: {line}")
         if lines:
@@ -1415,6 +1424,13 @@ class Request:
     @property
     def agent(self) -> str:
         return self.config.get("yolo") or agent_of(self.base())
+
+
+def check_isolation(session: Session, have: Any, want: Any) -> None:
+    """Raise SandboxError when a session's network is open and it is not to be: a line that is said may not be read."""
+    if have in ("open", "host") and want not in ("open", "host"):
+        raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
+                           f"sandbox rm {session.name}, then run this again; or --net {have} to go on as it is", 125)
 
 
 def within(path: str, folder: str) -> str | None:
@@ -2264,7 +2280,7 @@ def show_command(args: argparse.Namespace) -> int:
         calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
         if session.proxy:
             rules = set_argv(session, network_of(session, request.config))
-            calls = [*([[engine.name, "start", session.proxy]] if calls else []), *calls, [engine.name, *rules]]
+            calls = [*([[engine.name, *restart_argv(session)]] if calls else []), [engine.name, *rules], *calls]
     else:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
