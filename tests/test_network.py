@@ -1,5 +1,6 @@
 """Network allowlists on real engines. The outside is a container in the network namespace of a session's proxy."""
 
+import concurrent.futures
 import http.client
 import itertools
 import json
@@ -352,9 +353,12 @@ def test_without_a_proxy_no_session(
 # --- Nothing stays ---
 
 
+SESSION_ID = re.compile(r"sandbox\.session=([0-9a-f]{10})")
+
+
 def leftovers(engine: Engine, trace: str) -> list[str]:
     """What is there of the one session that a command has tried to make, from its SANDBOX_TRACE."""
-    (id,) = set(re.findall(r"sandbox\.session=([0-9a-f]{10})", trace))
+    (id,) = set(SESSION_ID.findall(trace))
     return left_of(engine, id)
 
 
@@ -370,6 +374,16 @@ def test_nothing_stays_of_a_session(engine: Engine, project: Path, home: Path, n
     assert len(leftovers(engine, made.stderr)) == 3
     assert engine.sandbox("rm", name).returncode == 0
     assert leftovers(engine, made.stderr) == []
+
+
+def test_runs_racing_for_one_name_share_one_proxy(engine: Engine, project: Path, home: Path, name: str) -> None:
+    flags = ("-n", name, "--allow", "127.0.0.1", "-x", "hostname")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(engine.sandbox, "run", *flags, env={"SANDBOX_TRACE": "1"}) for _ in range(3)]
+        results = [run.result() for run in runs]
+    assert [r.returncode for r in results] == [0] * 3 and len({r.stdout for r in results}) == 1
+    left = [left_of(engine, id) for r in results for id in set(SESSION_ID.findall(r.stderr))]
+    assert sorted(map(len, left))[-1] == 3 and sum(map(len, left)) == 3
 
 
 def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home: Path, name: str) -> None:
@@ -444,10 +458,22 @@ def test_the_web_service_shows_and_changes_rules(service: Service, name: str) ->
     wait_for(lambda: row_of(service, name)["network"] == "cut")
     assert asked(service, name) == ["", "", ""]
 
+    for action in ("start", "stop", "start"):  # which brings both back
+        assert service.post(f"{path}/{action}").status == 200
+    assert asked(service, name) == ["403", "403", "502"]
+
     for body in ({}, {"allow": "http://x"}, {"allow": 5}, {"allow": "x", "more": 1}):
         assert service.post(f"{path}/network", body).status == 400
     assert service.post(f"{path}-open/network", {"allow": "x"}).status == 409
     assert service.get(f"{path}-open/network").status == 409
+    put = service.post(f"{path}-open/settings", {"network": {"allow": ["127.0.0.2"]}}, method="PUT")
+    assert put.json["recreate"] == ["network: it has open, asked for is an allowlist"]
+    assert service.post(f"{path}-open/recreate").json["network"] == {"allow": ["127.0.0.2"]}
+    assert asked(service, f"{name}-open") == ["403", "502", "403"]
+    proxy = proxy_of(engine, f"{name}-open")
+    service.post(f"{path}-open/settings", {"network": "none"}, method="PUT")
+    assert service.post(f"{path}-open/recreate").json["network"] == "none"
+    assert left_of(engine, proxy.removeprefix("sandbox-proxy-")) == []
     trouble = service.post("/api/sessions", {"name": f"{name}-2", "directory": "/tmp", "network": {"allow": ["a b"]}})
     assert trouble.status == 400 and b"a b" in trouble.body
 
