@@ -1014,7 +1014,6 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 STALE_STATUS = {"docker": {"gone": 1, "stopped": 1}, "podman": {"gone": 125, "stopped": 255}}
 STALE_SECONDS = 3
 KILLED = 137  # an exec whose container ends
-GATE_SECONDS = 10  # that the init of a session waits for its proxy
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1212,6 +1211,19 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     return engine, session
 
 
+def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer) -> Session:
+    """Create a session anew from what is configured now; where that fails the old one is there, stopped."""
+    stopped(engine, session)
+    engine.ask("rename", session.id, f"{session.name}.{random_id()}")
+    try:
+        _, fresh = create_session([engine], session.name, config, flags)
+    except BaseException:
+        engine.output("rename", session.id, session.name).result()
+        raise
+    remove_container(engine, session)
+    return fresh
+
+
 def container_user(rootless: bool) -> str:
     """uid:gid in the container whose files belong to us: a rootless engine maps its root to us."""
     own_group = os.environ.get("SANDBOX_REGROUPED") or os.getgid()  # `sg docker` has made docker our group
@@ -1268,7 +1280,8 @@ def missing_image(engine: Engine, config: Config) -> EngineProblem:
 
 NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
-PROXY_PROGRAM = "/usr/local/lib/sandbox/proxy.py"
+PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
+CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
 
@@ -1283,7 +1296,7 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
     for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
         argv += ["--label", f"sandbox.{key}={value}"]
     argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e", f"SANDBOX_RULES={json.dumps(spec['network'])}"]
-    return [*argv, "--entrypoint", "python3", spec["image"], PROXY_PROGRAM, "serve"]
+    return [*argv, "--entrypoint", PROXY_PROGRAM[0], spec["image"], *PROXY_PROGRAM[1:], "serve"]
 
 
 def restart_argv(session: Session) -> list[str]:
@@ -1295,7 +1308,7 @@ def set_argv(session: Session, network: Any) -> list[str]:
     """The engine's arguments that give the proxy its rules."""
     import json
 
-    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, "python3", PROXY_PROGRAM, "set"]
+    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, *PROXY_PROGRAM, "set"]
 
 
 def set_rules(engine: Engine, session: Session, network: Any) -> None:
@@ -1564,14 +1577,17 @@ STATUS_BYTES = 512
 
 
 def write_job(folder: str, job: Mapping[str, Any]) -> None:
-    """Make the folder of a job; the room for its status is taken now, so that it fits on a full disk."""
+    """Make the folder of a job, which others see when it is supervised.
+
+    The room for its status is taken now, so that it fits on a full disk.
+    """
     import json
 
     os.makedirs(folder, mode=0o700)
     for name, content in (("output", b""), ("runs", b""), ("lock", b""), ("status", b" " * STATUS_BYTES)):
         with open(os.path.join(folder, name), "wb") as file:
             file.write(content)
-    write_private(os.path.join(folder, "job.json"), json.dumps(job))
+    write_private(os.path.join(folder, "job.json.new"), json.dumps(job))
 
 
 class Recorder:
@@ -1622,10 +1638,12 @@ def supervise(folder: str) -> int:
     import fcntl
     import json
 
-    with open(os.path.join(folder, "job.json"), encoding="utf-8") as file:
+    path = os.path.join(folder, "job.json")
+    with open(f"{path}.new", encoding="utf-8") as file:
         argv = json.load(file)["argv"]
     lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.rename(f"{path}.new", path)  # who saw the job without its lock would take it for lost
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -1859,25 +1877,7 @@ def cmd_run(args: argparse.Namespace) -> int:
             raise SandboxError(f"the container {request.name} comes and goes", "try again", 125)
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
-    start = time.monotonic()
-    status = converse(request, engine, session, created)
-    if created and time.monotonic() - start < STALE_SECONDS + (GATE_SECONDS if session.proxy else 0):
-        check_start(engine, session, status)
-    return status
-
-
-def check_start(engine: Engine, session: Session, status: int) -> None:
-    """Raise SandboxError, and remove the session, where its container ended instead of becoming ready."""
-    if status not in (KILLED, *STALE_STATUS[engine.name].values()):
-        return
-    gone, shown, _ = engine.output(*INSPECT, session.id).result()
-    _, out, err = engine.output("logs", session.id).result()
-    if not gone and (shown.split(" ")[2] == "running" or (status == KILLED and "sandbox: " not in out + err)):
-        return
-    remove_session(engine, session)
-    last = (out + err).strip().splitlines()[-3:]
-    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
-                       "correct the image or the mounts", 125)
+    return converse(request, engine, session, created)
 
 
 def is_stale(engine: Engine, session: Session, status: int) -> bool:
@@ -1907,6 +1907,8 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
     while True:
         since = time.time()
         status = run_command(engine, session, request, command)
+        if created and status in (KILLED, *STALE_STATUS[engine.name].values()):
+            check_start(engine, session, status)
         for line in refusals(engine, session, since):
             say(line)
         again = next_command(request, session, command) if asks else None
@@ -1916,6 +1918,26 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
             remove_session(engine, session)
             return status
         command = again
+
+
+def check_start(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError, and remove a new session, where its container ended instead of becoming ready."""
+    import time
+
+    form = "{{.State.Status}} {{.State.ExitCode}}"
+    for _ in range(5):  # the engine learns of the end of its processes one by one
+        gone, out, _ = engine.output("container", "inspect", "--format", form, session.id).result()
+        state, _, code = out.partition(" ")
+        if gone or state == "exited" or (state == "running" and status != KILLED):
+            break
+        time.sleep(0.1)
+    if gone or state != "exited" or not 0 < int(code) < 128:  # a session that is stopped ends by a signal
+        return
+    _, out, err = engine.output("logs", session.id).result()
+    remove_session(engine, session)
+    last = (out + err).strip().splitlines()[-3:]
+    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
+                       "correct the image or the mounts", 125)
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
@@ -2165,6 +2187,7 @@ def cmd_net(args: argparse.Namespace) -> int:
         print(json.dumps(network_of(session, session_config(session)), indent=2))
         return 0
     if args.action == "check":
+        Layer({"network": {"allow": args.hosts}}, {"network": "check"}, 2)  # raises
         set_rules(engine, session, network_of(session, session_config(session)))
         return max(check_host(engine, session, host) for host in args.hosts)
     rules = Layer({"network": {"allow": [], args.action: args.hosts}}, {"network": args.action}, 2).values["network"]
@@ -2174,7 +2197,7 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def check_host(engine: Engine, session: Session, host: str) -> int:
     """Print the proxy's decision about a host; 0 when it is allowed."""
-    status, out, err = engine.output("exec", session.proxy, "python3", PROXY_PROGRAM, "check", host).result()
+    status, out, err = engine.output("exec", session.proxy, *PROXY_PROGRAM, "check", host).result()
     if not out:
         raise failure(engine.name, err)
     print(out, end="")
@@ -2211,16 +2234,30 @@ def cmd_prune(args: argparse.Namespace) -> int:
 
 def prune_engine(engine: Engine, dry_run: bool) -> None:
     """Remove the proxies and volumes of an engine whose session is gone, and print their names."""
+    import time
+
+    left = leftovers(engine)
+    if left:  # those of a session that is being created have it after a while
+        time.sleep(CREATION_SECONDS)
+        left = [item for item in leftovers(engine) if item in left]
+    for kind, name in left:
+        print(name)
+        if not dry_run:
+            engine.output(*kind, name).result()
+
+
+def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
+    """The proxies, then the volumes of no session: the engine's command that removes it, and its name."""
+    import re
+
+    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
+    volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]  # others are not ours
     _, rows = list_containers([engine])
     ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     proxies = [row["Names"][0] for row in rows if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
-    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
-    volumes = [volume for volume in volumes if volume.removeprefix("sandbox-net-") not in ids]
-    for kind, names in (([], proxies), (["volume"], volumes)):
-        for name in names:
-            print(name)
-            if not dry_run:
-                engine.output(*kind, "rm", "-f", name).result()
+    # without -f, with which podman removes the containers that use it, too
+    return [*((("rm", "-f"), proxy) for proxy in proxies),
+            *((("volume", "rm"), volume) for volume in volumes if volume.removeprefix("sandbox-net-") not in ids)]
 
 
 def half_written() -> list[str]:

@@ -22,6 +22,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import mmap
 import os
 import re
 import secrets
@@ -142,8 +143,10 @@ def as_web_error(error: Exception) -> WebError:
 
 
 def log(line: str) -> None:
-    print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), line, file=sys.stderr, flush=True)
-    with LOG_LOCK:
+    """Write a line to the log; a full disk keeps nobody from an answer."""
+    with suppress(OSError), LOG_LOCK:
+        if sys.stderr:  # else the descriptor is another file's
+            os.write(2, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n".encode("utf-8", "replace"))
         if LOG_PATH and os.fstat(2).st_size > LOG_BYTES:
             os.replace(LOG_PATH[0], f"{LOG_PATH[0]}.1")
             open_log(LOG_PATH[0])
@@ -819,8 +822,7 @@ def fields(data: Mapping[str, Any], **types: type) -> dict[str, Any]:
         if name not in types:
             raise WebError("bad_request", f"unknown field {name!r}{sandbox.nearest(name, types)}",
                            f"the fields are {', '.join(types)}")
-        fits = isinstance(value, types[name]) and (types[name] is not int or not isinstance(value, bool))
-        if value is not None and not fits:
+        if value is not None and not isinstance(value, types[name]):
             raise WebError("bad_request", f"{name}: {json.dumps(value)[:80]} is not a {types[name].__name__}")
     return {name: value for name, value in data.items() if value is not None}
 
@@ -998,7 +1000,7 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
 
 
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
-    """Remove the container and create it again from what is configured now; settings and jobs stay."""
+    """Put a new container from what is configured now in the place of the old one; settings and jobs stay."""
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
@@ -1008,9 +1010,10 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
-    sandbox.remove_container(engine, session)
-    engine, session = sandbox.create_session([engine], session.name, config, Layer({**kept, **place}, ""))
-    app.sessions.changed()
+    try:
+        session = sandbox.recreate_session(engine, session, config, Layer({**kept, **place}, ""))
+    finally:
+        app.sessions.changed()
     autostart(engine, session)
     return json_answer(session_data(session, engine))
 
@@ -1513,7 +1516,7 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
     with open(f"{folder}/job.json", encoding="utf-8") as file:
         tag = json.load(file)["tag"]
     first = not os.path.exists(f"{folder}/cancel")
-    with open(f"{folder}/cancel", "w"):
+    with suppress(OSError), open(f"{folder}/cancel", "w"):  # a full disk must not keep what fills it alive
         pass
     threading.Thread(target=cancel, args=(engine, session, folder, tag, first), daemon=True).start()
     return json_answer(job, 202)
@@ -1533,28 +1536,30 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
 
 
 class Ring:
-    """The last RING_BYTES of an output, at most one chunk more; `start` and `end` count from its first byte."""
+    """The last RING_BYTES of an output; `start` and `end` count from its first byte.
+
+    A mapping of its own: it takes what has been printed, page by page, and all of it goes back when it ends.
+    """
 
     def __init__(self) -> None:
-        self.chunks: deque[bytearray] = deque()
-        self.start = self.end = 0
+        self.memory = memoryview(mmap.mmap(-1, RING_BYTES))
+        self.end = 0
 
-    def add(self, data: bytes) -> None:
-        if not self.chunks or len(self.chunks[-1]) + len(data) > CHUNK_BYTES:
-            self.chunks.append(bytearray())
-        self.chunks[-1] += data
-        self.end += len(data)
-        while self.end - self.start - len(self.chunks[0]) >= RING_BYTES:
-            self.start += len(self.chunks.popleft())
+    @property
+    def start(self) -> int:
+        return max(0, self.end - RING_BYTES)
+
+    def take(self, fd: int) -> int:
+        """Read once, straight into the ring: how many bytes. Raises OSError."""
+        at = self.end % RING_BYTES
+        count = os.readv(fd, [self.memory[at : at + CHUNK_BYTES]])
+        self.end += count
+        return count
 
     def read(self, position: int) -> bytes:
-        """What follows a position that lies within the ring: up to the end of the chunk it is in."""
-        at = self.start
-        for chunk in self.chunks:
-            if position < at + len(chunk):
-                return bytes(chunk[position - at :])
-            at += len(chunk)
-        return b""
+        """A piece of what follows a position that lies within the ring."""
+        at = position % RING_BYTES
+        return bytes(self.memory[at : at + min(CHUNK_BYTES, self.end - position)])
 
 
 class Viewer:
@@ -1759,18 +1764,16 @@ class Terminal:
 
     def read_output(self) -> None:
         """Read until there is nothing more for now, and send it as one frame."""
-        chunks, size = [], 0
+        size = 0
         try:
-            while size < CHUNK_BYTES and (data := os.read(self.master, CHUNK_BYTES)):
-                chunks.append(data)
-                size += len(data)
+            while size < CHUNK_BYTES and (count := self.ring.take(self.master)):
+                size += count
             over = size < CHUNK_BYTES
         except (BlockingIOError, InterruptedError):
             over = False
         except OSError:  # EIO: nobody has the other end open any more
             over = True
-        if chunks:
-            self.ring.add(b"".join(chunks))
+        if size:
             for viewer in self.viewers:
                 self.flush(viewer)
         if over:
@@ -1802,7 +1805,7 @@ class Terminal:
         wanted = viewer.sent
         viewer.sent = viewer.acked = wanted if self.ring.start <= wanted <= self.ring.end else self.ring.start
         self.viewers.append(viewer)
-        if viewer.wants_to_write or self.writer is None and viewer.wants_to_write:
+        if viewer.wants_to_write:
             self.writer = viewer
         viewer.control(type="hello", id=self.id, session=self.session.name, run=self.run, seq=viewer.sent,
                        start=self.ring.start, end=self.ring.end, resumed=viewer.sent == wanted,
@@ -1914,6 +1917,7 @@ class Terminal:
         with suppress(OSError):
             viewer.sock.shutdown(socket.SHUT_WR)
         viewer.sock.close()
+        viewer.protocol.parser.close()  # it holds the protocol, and would only go with the garbage collection
         viewer.left()
         if viewer is self.writer:
             self.writer = None
@@ -2295,9 +2299,9 @@ def serve(args: argparse.Namespace) -> int:
     if not is_loopback(address[0]) and not tls:
         sandbox.say(f"warning: without TLS everyone on the way to {address[0]} can read the password and the terminals;"
                     " give --cert and --key, or listen on 127.0.0.1 and come through ssh -L")
+    fetch_libraries()
     if args.restart and not stop_server(address):
         sandbox.say(f"there was no server at {address_text(address)}")
-    fetch_libraries()
     background = args.background or args.restart
     record = {"background": background, "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
     if background:
@@ -2326,8 +2330,9 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         raise SandboxError(f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
                            f"sandbox serve {where} --restart, or --stop")
     app = App(address, config, tls is not None)
+    share_one_heap()
     threading.stack_size(STACK_BYTES)
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
     try:
         server = Server(address, app, tls)
     except OSError as error:
@@ -2358,8 +2363,19 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app.stopping = True
     server.server_close()
     app.terminals.close_all()
-    lock.write({"pid": os.getpid(), "background": record["background"]})
+    with suppress(OSError):
+        lock.write({"pid": os.getpid(), "background": record["background"]})
     return status
+
+
+def share_one_heap() -> None:
+    """Have glibc keep one heap for all threads, and large buffers out of it: what is freed goes back to the system."""
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-8, 1)  # M_ARENA_MAX
+        mallopt(-3, 2 * CHUNK_BYTES)  # M_MMAP_THRESHOLD, which would grow
 
 
 def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:

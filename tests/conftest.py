@@ -259,17 +259,21 @@ class Engine:
         )
 
     def session_ids(self) -> set[str]:
-        """Ids of this run's session containers: a name, label or mount carries the token. Others stay unseen."""
+        """Ids of this run's sessions and proxies: a name, label or mount carries the token. Others stay unseen."""
         shown = "{{.ID}} {{.Names}} {{.Labels}} {{.Mounts}}"
         listing = self.run("ps", "-a", "--no-trunc", "--filter", "label=sandbox.session", "--format", shown)
         assert listing.returncode == 0, listing.stderr
         return {line.split()[0] for line in listing.stdout.splitlines() if TOKEN in line}
 
     def remove(self, ids: set[str]) -> None:
+        """Remove sessions and proxies, and what the two share."""
         if ids:
+            label = '{{index .Config.Labels "sandbox.session"}}'
+            sessions = set(self.run("inspect", "--format", label, *ids).stdout.split())
             # Without a time podman lets a process that ignores SIGTERM live for ten seconds.
             grace = ["--time=0"] if self.runtime == "podman" else []
             self.run("rm", "-f", "-v", *grace, *ids)
+            self.run("volume", "rm", *(f"sandbox-net-{session}" for session in sessions))
 
 
 def unique_name() -> str:
@@ -323,13 +327,14 @@ def copy_code(app: Path) -> None:
 
 
 @pytest.fixture(scope="session", params=["docker", "podman", "rootless"])
-def engine(request: pytest.FixtureRequest, area: Path) -> Engine:
+def engine(request: pytest.FixtureRequest, area: Path) -> Iterator[Engine]:
     runtime = "docker" if request.param == "docker" else "podman"
     engine = Engine(request.param, runtime, USER if request.param == "rootless" else "root", area)
     answer = engine.run("image", "inspect", IMAGE)
     if answer.returncode != 0:
         pytest.fail(f"{engine.id} does not answer or lacks {IMAGE}:\n{answer.stderr}")
-    return engine
+    yield engine
+    engine.remove(engine.session_ids())  # of fixtures that have failed
 
 
 @pytest.fixture(autouse=True)

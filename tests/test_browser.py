@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from browser import DESKTOP, PHONE, Browser, Page, chromium
-from conftest import ROOT
+from conftest import IMAGE, ROOT
 from service import PASSWORD, Service
 
 # The pages see the service and no engine: what differs between engines is tested at the service's API.
@@ -64,7 +64,7 @@ def open_screen(page: Page, service: Service, session: str, screen: str) -> None
     page.call("Page.navigate", url="about:blank")
     page.goto(f"http://{service.address}/#/s/{session}/{screen}")
     page.wait(f"document.querySelector('.screen[data-screen={screen}]')?.children.length > 1 || "
-              f"document.querySelector('.settings')")
+              f"document.querySelector('.settings, .network')")
 
 
 def open_terminal(page: Page, service: Service, session: str) -> None:
@@ -487,6 +487,25 @@ def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, servi
     assert service.get(f"/api/sessions/{name}/settings").json["settings"]["agentPromptCommand"] is None
 
 
+def test_what_was_typed_is_still_there_after_a_look_elsewhere(page: Page, service: Service, name: str) -> None:
+    service.create(name, agentPromptCommand="echo {prompt}")
+    open_screen(page, service, name, "agent")
+    page.click(BOX)
+    page.type("a long thought")
+    page.click(".tabs a[href$=command]")
+    page.wait("document.querySelector('[aria-label=Command]')")
+    assert page.eval("document.querySelector('[aria-label=Command]').value") == ""
+    page.click(".tabs a[href$=agent]")
+    page.wait("document.querySelector('[aria-label=Prompt]')?.value === 'a long thought'")
+    page.click(BOX)
+    page.press("Enter")
+    page.see("done", ".job-foot")
+    page.click(".tabs a[href$=command]")
+    page.click(".tabs a[href$=agent]")
+    page.see("a long thought", ".raw")
+    assert page.eval("document.querySelector('[aria-label=Prompt]').value") == ""
+
+
 def test_a_network_is_chosen_and_the_container_created_again(page: Page, service: Service, name: str) -> None:
     service.create(name)
     service.ended(service.job(name, "touch /tmp/mark; echo before"))
@@ -509,6 +528,167 @@ def test_a_network_is_chosen_and_the_container_created_again(page: Page, service
     submit(page, "ls /sys/class/net /tmp/mark")
     page.see("exit 1", ".job:last-child .job-foot")
     assert page.eval("document.querySelector('.job:last-child .output').textContent").count("lo\n") == 1
+
+
+def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> None:
+    service.create(name, network={"allow": ["one.example"]})
+    open_screen(page, service, name, "settings")
+    page.see("As configured (1 allowed host)", ".settings")
+    page.click("input[value=list]")
+    assert page.eval("document.querySelector('[aria-label=\"Allowed hosts\"]').value") == "one.example"
+    page.fill("[aria-label='Allowed hosts']", "one.example\n*.two.example:443")
+    page.fill("[aria-label='Denied hosts']", "bad.two.example")
+    page.click(".settings button[type=submit]")
+    page.see("2 allowed hosts", ".session-head")
+    assert not page.eval("document.querySelector('.callout')")  # no new container
+    wanted = {"allow": ["one.example", "*.two.example:443"], "deny": ["bad.two.example"]}
+    assert service.get(f"/api/sessions/{name}/settings").json["settings"]["network"] == wanted
+    assert service.get(f"/api/sessions/{name}/network").json == wanted
+    page.fill("[aria-label='Allowed hosts']", "no host/at all")
+    page.click(".settings button[type=submit]")
+    page.see("host/at", ".problem")
+    page.errors.clear()  # the 400 that was asked for
+    page.see("Not saved yet", ".settings")
+
+
+# --- Network ---
+
+OUTSIDE = "127.0.0.1:8099"  # a server in the network of a session's proxy
+
+
+@pytest.fixture
+def outside(service: Service, name: str) -> Iterator[str]:
+    """A session that may reach nothing, and something to reach for; the name of its proxy.
+
+    Ask for it before the page, which then is gone when the session goes.
+    """
+    service.create(name, network={"allow": []})
+    engine = service.engine
+    id = engine.run("inspect", "-f", '{{index .Config.Labels "sandbox.session"}}', name).stdout.strip()
+    proxy = f"sandbox-proxy-{id}"
+    host, _, port = OUTSIDE.partition(":")
+    server = engine.run("run", "-d", "--network", f"container:{proxy}", IMAGE, "python3", "-m", "http.server",
+                        "--bind", host, port)
+    assert server.returncode == 0, server.stderr
+    yield proxy
+    engine.remove({server.stdout.strip()})
+    service.request("DELETE", f"/api/sessions/{name}")
+
+
+def reaches(service: Service, name: str, address: str = OUTSIDE) -> bool:
+    """Whether a program in the session gets through its proxy to an address."""
+    job = service.ended(service.job(name, f"wget -qO- http://{address}/etc/passwd"))
+    output = service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body
+    assert job["exit"] == 0 or b"403 Forbidden" in output, (job, output)
+    return b"root:" in output
+
+
+def rules(service: Service, name: str) -> object:
+    return service.get(f"/api/sessions/{name}/network").json
+
+
+def test_a_refused_host_is_allowed_and_denied_at_one_click(outside: str, page: Page, service: Service,
+                                                           name: str) -> None:
+    open_screen(page, service, name, "network")
+    page.see("Nothing was asked for yet", ".network")
+    page.see("No host yet: everything is refused", ".rules")
+    assert not reaches(service, name)
+    page.see("no rule allows it", ".decision.denied")
+    page.see(f"{OUTSIDE} was refused", "#said")
+    page.click(".decision button")
+    page.see("Allowed from the next connection on", ".decision:not(.denied)")
+    page.see(OUTSIDE, ".rules .allow")
+    assert reaches(service, name)
+    page.see("2 times, refused 1", ".decision")
+    page.see(f"by the rule {OUTSIDE}", ".decision")
+    page.click(".decision button")
+    page.see(OUTSIDE, ".rules .deny")
+    assert not reaches(service, name)
+    page.see(f"a rule denies it: {OUTSIDE}", ".decision.denied")
+    page.click(".decision button")
+    page.see("Allowed from the next connection on", ".decision")
+    assert rules(service, name) == {"allow": [OUTSIDE]}
+    assert reaches(service, name)
+    page.see("4 times, refused 2", ".decision")
+    assert page.eval("document.querySelectorAll('.decision').length") == 1
+    open_screen(page, service, name, "network")
+    page.see("4 times, refused 2", ".decision")  # what was before is there again
+    service.restart_after_kill()
+    assert reaches(service, name)
+    page.see("5 times, refused 2", ".decision")
+    page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
+
+
+def test_rules_are_written_and_removed(outside: str, page: Page, service: Service, name: str) -> None:
+    open_screen(page, service, name, "network")
+    page.fill("[aria-label='Host to allow']", "http://no/rule")
+    page.press("Enter")
+    page.see("no http://, no path", ".problem")
+    page.errors.clear()  # the 400 that was asked for
+    page.fill("[aria-label='Host to allow']", "localhost:8099")
+    page.press("Enter")
+    page.see("localhost:8099", ".rules .allow")
+    assert not reaches(service, name, "localhost:8099")
+    page.see("it is at 127.0.0.1, which is no public address", ".decision.denied")
+    page.eval("document.querySelector('.decision button').focus()")
+    page.press("Enter")  # allows the address
+    page.see(OUTSIDE, ".rules .allow")
+    page.wait("document.activeElement.ariaLabel === 'Deny localhost:8099'")
+    assert reaches(service, name, "localhost:8099")
+    page.click(f"[aria-label='Remove {OUTSIDE}']")
+    page.wait("document.querySelectorAll('.rules li').length === 1")
+    assert rules(service, name) == {"allow": ["localhost:8099"]}
+    assert not reaches(service, name, "localhost:8099")
+    page.click("[aria-label='Remove localhost:8099']")
+    page.see("No host yet", ".rules")
+    page.wait("document.activeElement.ariaLabel === 'Host to allow'")
+
+
+def test_many_decisions_stay_few_rows_and_nothing_moves_under_the_pointer(outside: str, page: Page, service: Service,
+                                                                          name: str) -> None:
+    open_screen(page, service, name, "network")
+    service.ended(service.job(name, "for i in $(seq 250); do wget -q http://h$i.example/; done"))
+    page.see("h250.example:80", ".decision:first-child")
+    assert page.eval("document.querySelectorAll('.decision').length") == 200
+    page.eval("document.querySelector('.decision button').focus()")
+    page.press("Tab")
+    page.wait("document.activeElement.ariaLabel === 'Allow h249.example:80'")
+    service.ended(service.job(name, "wget -q http://late.example/"))
+    page.see("late.example:80", ".decision:last-child")
+    assert page.eval("document.activeElement.ariaLabel") == "Allow h249.example:80"
+    page.click("#side .brand")
+    page.click(f".sessions [href*='{name}']")
+    page.click(".tabs [href$=network]")
+    page.see("late.example:80", ".decision:first-child")
+    page.see("h249.example:80", ".decisions")
+
+
+def test_a_cut_network_is_seen_everywhere_and_comes_back(outside: str, page: Page, service: Service, name: str) -> None:
+    open_screen(page, service, name, "network")
+    page.see("allowlist", ".sessions [aria-current]")
+    assert not reaches(service, name)
+    page.see(OUTSIDE, ".decision")
+    service.engine.run("kill", outside)
+    page.see("The network is cut", ".callout")
+    page.see("network cut", ".session-head")
+    page.see("network cut", ".sessions [aria-current]")
+    page.see(OUTSIDE, ".decision")
+    page.goto(f"http://{service.address}/preview")
+    page.click(".tile .cut")
+    page.wait(f"location.hash === '#/s/{name}/network'")
+    page.click(".callout button")
+    page.wait("!document.querySelector('.callout') && !document.querySelector('.session-head .chip')")
+    assert rules(service, name) == {"allow": []}
+    assert not reaches(service, name)  # with a 403 of the proxy
+    page.see("2 times", ".decision")
+
+
+def test_other_networks_are_explained(page: Page, service: Service, name: str) -> None:
+    service.create(name, network="none")
+    open_screen(page, service, name, "network")
+    page.see("This session has no network: it reaches nothing but itself.", ".network")
+    page.click(".network a")
+    page.wait("document.querySelector('.settings')")
 
 
 # --- Mission control ---
@@ -562,10 +742,10 @@ def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Servi
 def test_a_phone(page: Page, service: Service, name: str) -> None:
     service.create(name, agentPromptCommand="echo answer to {prompt}")
     page.resize(PHONE)
-    for screen in ("agent", "command", "settings", "terminal"):
+    for screen in ("agent", "command", "network", "settings", "terminal"):
         open_screen(page, service, name, screen)
         time.sleep(0.2)
-        assert page.eval("document.documentElement.scrollWidth <= innerWidth"), screen
+        assert page.eval("Math.max(document.documentElement.scrollWidth, innerWidth)") == PHONE[0], screen
     see_in_terminal(page, "# ")
     enter(page, "clear; PS1='> '")  # so short that nothing wraps
     enter(page, "echo sta${x}rted; sleep 100")
@@ -588,7 +768,7 @@ def test_a_phone(page: Page, service: Service, name: str) -> None:
     page.resize(DESKTOP)
 
 
-@pytest.mark.parametrize("screen", ["agent", "command", "terminal", "settings", "new", "preview"])
+@pytest.mark.parametrize("screen", ["agent", "command", "terminal", "network", "settings", "new", "preview"])
 def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service: Service, name: str,
                                                              screen: str) -> None:
     service.create(name, agentPromptCommand="echo answer to {prompt}", env={"A": "1"})

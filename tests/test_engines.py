@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from conftest import IMAGE, Engine, write_config
 
+from sandbox import STALE_STATUS
+
 MARK = f"s3cret-{os.getpid()}"
 SECRET = f"{MARK}-first-line\nsecond 'line' \"quoted\" $HOME `id` \\ ünïcode\n"
 
@@ -113,9 +115,10 @@ def test_ps_shows_a_table_and_names(engine: Engine, project: Path, home: Path, n
 
 
 def test_rm_on_exit_leaves_nothing(engine: Engine, project: Path, name: str) -> None:
-    answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", "exit 3")
-    assert answer.returncode == 3, answer.stderr
-    assert name not in container_names(engine)
+    for status in (3, *STALE_STATUS[engine.runtime].values()):
+        answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", f"exit {status}")
+        assert answer.returncode == status, answer.stderr
+        assert name not in container_names(engine)
 
 
 # --- What runs inside ---

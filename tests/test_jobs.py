@@ -5,13 +5,16 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from conftest import Engine, write_config
 from service import Service, wait_for
-from test_engines import sleeping
+from test_engines import container_names, sleeping
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 
@@ -31,6 +34,29 @@ def test_a_command_streams_and_ends_with_its_status(service: Service, name: str)
     job = service.ended(job)
     assert (job["state"], job["exit"], job["size"]) == ("ended", 7, 14)
     assert service.get(f"/api/sessions/{name}/jobs").json == [job]
+
+
+@docker_only
+def test_a_job_that_is_being_started_is_not_lost(service: Service, name: str) -> None:
+    """Others ask for the jobs all the time."""
+    service.create(name)
+    path, over = f"/api/sessions/{name}/jobs", threading.Event()
+
+    def watch() -> set[str]:
+        states: set[str] = set()
+        while not over.is_set():
+            states |= {job["state"] for job in service.get(path).json}
+            time.sleep(0.02)
+        return states
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        states = pool.submit(watch)
+        try:
+            jobs = [service.ended(service.job(name, "exit 4")) for _ in range(10)]
+        finally:
+            over.set()
+    assert [job["exit"] for job in jobs] == [4] * 10
+    assert states.result() <= {"running", "ended"}
 
 
 def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
@@ -223,7 +249,8 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
         {"autostart": 5},
         {"env": {"A": "\0"}},
         {"env": {"A": "x" * 200_000}},
-        {"network": {"allow": ["a"]}},
+        {"network": {"allow": "a"}},
+        {"network": {"deny": ["a"]}},
     ]
     for wrong in cases:
         reply = service.post(path, wrong, "PUT")
@@ -279,6 +306,21 @@ def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: S
     for end in modes():  # what the list says is what a prompt meets
         reply = service.post(f"/api/sessions/{name}-{end}/prompt", {"prompt": "x"})
         assert reply.status == (201 if modes()[end] else 409)
+
+
+def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service: Service, name: str) -> None:
+    service.create(name)
+    assert service.ended(service.job(name, "touch /tmp/mark"))["exit"] == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        write_config(engine.home, ports=[f"{taken.getsockname()[1]}:80"])
+        reply = service.post(f"/api/sessions/{name}/recreate")
+        assert reply.status == 502 and reply.json["error"]["message"], reply.body
+    assert container_names(engine).count(name) == 1
+    assert service.post(f"/api/sessions/{name}/start").json["state"] == "running"
+    assert service.ended(service.job(name, "ls /tmp/mark"))["exit"] == 0
+    assert service.post(f"/api/sessions/{name}/recreate").json["recreate"] == []
+    assert service.ended(service.job(name, "ls /tmp/mark"))["exit"] == 1
+    assert not [other for other in container_names(engine) if other.startswith(f"{name}.")]
 
 
 @docker_only

@@ -95,9 +95,11 @@ class Proxy:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
 
-    def send(self, data: bytes) -> bytes:
+    def send(self, data: bytes, end: bool = False) -> bytes:
         with self.connect() as sock:
             sock.sendall(data)
+            if end:
+                sock.shutdown(socket.SHUT_WR)
             return read_all(sock)
 
     def tunnel(self, host: str, port: int) -> socket.socket:
@@ -447,7 +449,8 @@ def test_a_request_goes_on_in_origin_form(running: Proxy) -> None:
         running.allow(outside.place)
         answer = running.send((f"GET http://{outside.place}/a?b=c HTTP/1.1\r\nHost: {outside.place}\r\n"
                                "Accept:  */* \r\n"
-                               "Connection: keep-alive, X-Mine\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\n"
+                               "Connection: keep-alive, X-Mine, Upgrade\r\nX-Mine: 1\r\nTE: trailers\r\n"
+                               "Keep-Alive: 5\r\n"
                                "Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic x\r\nTrailer: X\r\n"
                                "Upgrade: h2c\r\nCookie: a=\xe4\r\n\r\n").encode("latin-1"))
         assert answer == b"HTTP/1.1 200 OK\r\nX: y\r\n\r\nhello"
@@ -472,10 +475,13 @@ BODIES = [
     (b"Transfer-Encoding: chunked\r\n\r\n",
      b"5\r\nhello\r\nA;x=\"y\"\r\n0123456789\r\n000\r\nX-T: 1\r\n\r\n", b"0\r\n\r\n"),
     (b"Transfer-Encoding: Chunked\r\n\r\n", b"0\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"),
+    # More than is read along with the head.
+    (b"Content-Length: 40000\r\n\r\n", b"x" * 39_990 + b"0123456789", b"POST / HTTP/1.1\r\n\r\n"),
+    (b"Transfer-Encoding: chunked\r\n\r\n", b"9c40\r\n" + b"x" * 40_000 + b"\r\n0\r\n\r\n", b"0\r\n\r\n"),
 ]
 
 
-@pytest.mark.parametrize("step", [1, 100000])
+@pytest.mark.parametrize("step", [3, 100_000])
 @pytest.mark.parametrize("head, body, after", BODIES)
 def test_a_body_goes_on_exactly_and_nothing_after_it(running: Proxy, head: bytes, body: bytes, after: bytes,
                                                      step: int) -> None:
@@ -556,7 +562,7 @@ def test_ambiguous_requests_are_refused_and_never_connect(running: Proxy) -> Non
     with Outside(echo) as outside:
         running.allow(outside.place, "localhost", "127.0.0.1")
         for head in BAD_HEADS:
-            answer = running.send(re.sub(rb"\bH\b", outside.place.encode(), head))
+            answer = running.send(re.sub(rb"\bH\b", outside.place.encode(), head), end=True)
             assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n"), head
             assert b"\r\nConnection: close\r\n" in answer
         assert outside.connections == 0
@@ -614,7 +620,7 @@ def test_a_body_that_ends_too_early_is_refused(running: Proxy) -> None:
 def test_a_refusal_says_how_to_allow_it(running: Proxy, line: str, place: str, reason: str, command: str) -> None:
     answer = running.send(f"{line}\r\nHost: {place}\r\n\r\n".encode()).decode()
     head, _, text = answer.partition("\r\n\r\n")
-    assert head.startswith("HTTP/1.1 403 Forbidden\r\nContent-Type: text/plain\r\n")
+    assert head.startswith(f"HTTP/1.1 403 Forbidden: {' '.join(text.split())}\r\nContent-Type: text/plain\r\n")
     assert text == f"sandbox: {reason}\nTo allow it: {command}"
 
 
@@ -805,9 +811,10 @@ def test_no_other_host_slips_through_a_tunnel(running: Proxy, data: bytes, step:
     with Sink() as outside:
         running.allow(outside.place)
         with running.tunnel(OUTSIDE, outside.port) as sock:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):
                 for at in range(0, len(data), step):
                     sock.sendall(data[at:at + step])
+                sock.shutdown(socket.SHUT_WR)
             assert read_all(sock).startswith(b"HTTP/1.1 400 ")
         wait_for(lambda: outside.seen == [b""])
 
@@ -955,6 +962,22 @@ def test_a_client_that_goes_is_told_to_the_server(running: Proxy) -> None:
             sock.sendall(f"GET http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n\r\n".encode())
             wait_for(lambda: outside.connections == 1)
         wait_for(lambda: ends == [b""])
+
+
+@pytest.mark.parametrize("body", [b"", b"hello"])
+def test_a_client_that_waits_is_not_taken_for_gone(running: Proxy, body: bytes) -> None:
+    def handler(sock: socket.socket) -> None:
+        read_until(sock, b"\r\n\r\n" + body)
+        sock.sendall(b"the end" if select.select([sock], [], [], 0.3)[0] else b"waits")
+
+    with Outside(handler) as outside:
+        running.allow(outside.place)
+        with running.connect() as sock:
+            sock.sendall(f"POST http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n"
+                         f"Content-Length: {len(body)}\r\n\r\n".encode())
+            wait_for(lambda: outside.connections == 1)
+            sock.sendall(body)
+            assert read_all(sock) == b"waits"
 
 
 def test_new_rules_are_for_new_connections(running: Proxy) -> None:
@@ -1145,12 +1168,12 @@ def test_two_hundred_tunnels_at_once(running: Proxy) -> None:
 
 
 def test_the_one_too_many_is_told(running: Proxy) -> None:
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(running.connect()) for _ in range(proxy.CONNECTIONS + 1)]
-        for sock in socks:
-            sock.sendall(b"GET ")
-        ready = select.select(socks, [], [], SECONDS)[0]
-        assert [sock.recv(100)[:13] for sock in ready] == [b"HTTP/1.1 503 "]
+    with socket.create_server((OUTSIDE, 0), backlog=600) as outside, contextlib.ExitStack() as stack:
+        port = outside.getsockname()[1]
+        running.allow(f"{OUTSIDE}:{port}")
+        for _ in range(proxy.CONNECTIONS):
+            stack.enter_context(running.tunnel(OUTSIDE, port))
+        assert running.send(b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 503 ")
     wait_for(lambda: running.send(b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400 "))
 
 
@@ -1176,6 +1199,14 @@ def test_bad_clients_do_not_stop_others(running: Proxy) -> None:
         stop.set()
 
 
+def test_after_a_deadline_not_a_byte_more_is_taken() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        one.sendall(b"x")
+        with pytest.raises(TimeoutError):
+            proxy.receive(other, time.monotonic() - 1)
+
+
 def test_what_comes_too_slowly_is_refused(running: Proxy) -> None:
     with Outside(echo, "127.0.0.1") as outside:
         running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}")
@@ -1186,7 +1217,7 @@ def test_what_comes_too_slowly_is_refused(running: Proxy) -> None:
         half_method.sendall(b"GET")
         end = time.monotonic() + SECONDS
         with half_head, half_hello, half_method:
-            while time.monotonic() < end and not select.select([half_head], [], [], 0.5)[0]:
+            while time.monotonic() < end and not select.select([half_head], [], [], 0.0005)[0]:
                 half_head.sendall(b"X")  # every byte counts, none gives more time
             assert b" 400 " in read_all(half_head)
             assert read_all(half_hello) == b"\x15\x03\x03\x00\x02\x02\x70"

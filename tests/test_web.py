@@ -601,11 +601,9 @@ def test_the_background_server(engine: Engine, home: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert (
-        reply.stdout == '{"ok":true}\n'
-        and "POST /auth/login 200" in log.read_text()
-        and password not in log.read_text()
-    )
+    assert reply.stdout == '{"ok":true}\n'
+    wait_for(lambda: "POST /auth/login 200" in log.read_text())  # it is written behind the answer
+    assert password not in log.read_text()
     again = engine.sandbox("serve", address, "-d")
     assert again.returncode == 1 and "already" in again.stderr and "--restart" in again.stderr
     restarted = engine.sandbox("serve", address, "--restart")
@@ -647,8 +645,30 @@ def test_the_log_of_a_background_server_is_bounded(engine: Engine, home: Path) -
     logs = sorted(path for path in (home / "web").iterdir() if ".log" in path.name)
     assert [path.name.partition(".log")[2] for path in logs] == ["", ".1"]
     assert all(path.stat().st_size < 2.2 * 2**20 and path.stat().st_mode & 0o777 == 0o600 for path in logs)
-    assert " /1199/x" in logs[0].read_text()
+    wait_for(lambda: " /1199/x" in logs[0].read_text())  # it is written behind the answer
     assert engine.sandbox("serve", service.address, "--stop").returncode == 0
+
+
+def test_a_log_that_cannot_be_written_keeps_nobody_from_an_answer(engine: Engine, home: Path) -> None:
+    (home / "web").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", home / "web"], check=True)
+    try:
+        service = Service(engine, start=False)
+        assert engine.sandbox("serve", service.address, "-d", "-P", PASSWORD).returncode == 0
+        assert service.log_in().status == 200
+        with (home / "web" / "filler").open("wb") as filler:
+            subprocess.run(["head", "-c", "100000", "/dev/zero"], stdout=filler, stderr=subprocess.DEVNULL)
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+        for _ in range(100):
+            connection.request("GET", "/api/profiles", headers={"Cookie": service.cookie})
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.headers["Connection"] == "keep-alive" and answer.read()
+        connection.close()
+        assert service.post("/auth/logout").status == 200
+        assert service.get("/api/profiles").status == 401
+        assert engine.sandbox("serve", service.address, "--stop").returncode == 0
+    finally:
+        subprocess.run(["umount", home / "web"], check=True)
 
 
 def test_a_stale_or_reused_pid_is_never_signalled(engine: Engine, home: Path) -> None:

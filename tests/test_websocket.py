@@ -3,6 +3,7 @@
 import hashlib
 import random
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -89,14 +90,18 @@ def test_a_flood_both_ways_neither_sticks_nor_loses_anything(service: Service, n
 
 @docker_only
 def test_the_last_line_always_arrives(service: Service, name: str) -> None:
+    """A hundred times, ten at once."""
     service.create(name)
-    for number in range(20):
-        with service.terminal(name) as screen:
-            run(screen, f"exec sh -c 'seq 1 2000; echo la''st-{number}; exit {number}'")
-            screen.expect(f"last-{number}")
-            assert screen.message("exit")["status"] == number
-            with pytest.raises(ConnectionClosed):
-                screen.receive()
+    for first in range(0, 100, 10):
+        with ExitStack() as stack:
+            screens = {first + n: stack.enter_context(service.terminal(name)) for n in range(10)}
+            for number, screen in screens.items():
+                run(screen, f"exec sh -c 'seq 1 2000; echo la''st-{number}-; exit {number}'")
+            for number, screen in screens.items():
+                screen.expect(f"last-{number}-")
+                assert screen.message("exit")["status"] == number
+                with pytest.raises(ConnectionClosed):
+                    screen.receive()
 
 
 @docker_only

@@ -48,7 +48,6 @@ TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"+) ([!-~]+) HTTP/1\.([01])")
 HEADER = re.compile(rb"(" + TOKEN + rb"+):[ \t]*([\t -~\x80-\xff]*)")
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~]*)?")
-BARE_CR_OR_LF = re.compile(rb"(?<!\r)\n|\r[^\n]")
 # What some server might read as the start of a request or of a TLS handshake (a record of any type and version, or
 # SSLv2's hello, which names no host), and what may still become that.
 HTTP_LIKE = re.compile(rb"[\r\n]|[!-~]*(?:[\t\x0b\x0c\x1c-\x20\x85\xa0]|\r[^\n])")
@@ -352,7 +351,10 @@ def bad(text: str) -> Answer:
 
 def receive(sock: socket.socket, deadline: float) -> bytes:
     """What comes next, empty at the end. Raises OSError, after the deadline TimeoutError."""
-    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
     return sock.recv(16 * 1024)
 
 
@@ -361,8 +363,6 @@ def read_head(sock: socket.socket, data: bytes, deadline: float) -> tuple[bytes,
     buffer, seen = bytearray(data), 0
     while True:
         end = buffer.find(b"\r\n\r\n", seen)
-        if BARE_CR_OR_LF.search(buffer, seen, end if end >= 0 else len(buffer)):
-            raise bad("a CR or LF stands alone")
         if end > HEAD_BYTES or end < 0 and len(buffer) > HEAD_BYTES:
             raise bad("its head is too large")
         if end >= 0:
@@ -508,7 +508,7 @@ class Pipe:
         self.buffer: mmap.mmap | None = None
 
     def wants(self) -> int:
-        """The events to wait for at the source."""
+        """The events to wait for at the source; after a request's body only its end."""
         if not self.open or self.data:
             return 0
         return select.POLLRDHUP if self.body and self.body.done else select.POLLIN
@@ -530,10 +530,8 @@ class Pipe:
             self.buffer = None
 
     def fill(self) -> bool:
-        if not self.open:
+        if not self.open or self.body and self.body.done:
             return False
-        if self.body and self.body.done:
-            return self.end()
         if not self.buffer:
             try:
                 self.buffer = BUFFERS.pop()
@@ -585,7 +583,7 @@ def relay(up: Pipe, down: Pipe, both: bool) -> None:
         for pipe in (up, down):
             event = ready.get((pipe.sink if pipe.data else pipe.source).fileno(), 0)
             if event & ~(select.POLLIN | select.POLLRDHUP if pipe.data else select.POLLOUT):
-                pipe.move()
+                pipe.end() if pipe.wants() == select.POLLRDHUP else pipe.move()
 
 
 # --- One client ---
@@ -809,10 +807,13 @@ REASONS = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway", 503: "Servi
 
 def say(client: socket.socket, answer: Answer) -> None:
     if answer.status:
-        body = str(answer).encode()
+        body, reason = str(answer).encode(), REASONS[answer.status]
+        if answer.status == 403:  # after a CONNECT most programs show this line and not the text
+            reason += ": " + " ".join(str(answer).split())
+        head = (f"HTTP/1.1 {answer.status} {reason}\r\nContent-Type: text/plain\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
         client.settimeout(HEAD_SECONDS)
-        client.sendall(f"HTTP/1.1 {answer.status} {REASONS[answer.status]}\r\nContent-Type: text/plain\r\n"
-                       f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        client.sendall(head.encode("ascii", "replace") + body)
 
 
 def hang_up(client: socket.socket) -> None:

@@ -5,7 +5,7 @@ const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
 const [{ api, link }, { $, h, say, toast }, { agentName, ago, lasted, tailOf }, { refresh, startPolling, store }, { AgentStream }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js"].map((name) => import(ui + name)));
 
-const TAIL_BYTES = 8192;
+const TAIL_BYTES = 16384; // an event of a few letters may take 300
 const SHOWN_LINES = 40;
 const STATES = { working: "Working", waiting: "Waiting for you", failed: "Failed", idle: "Idle" };
 const NEEDY = ["failed", "waiting"];
@@ -73,6 +73,7 @@ class Tile {
     this.name = name;
     const id = `tile-${Math.random().toString(36).slice(2, 9)}`;
     this.state = h("span", { class: "state" });
+    this.cut = h("a", { class: "cut", href: `/#/s/${encodeURIComponent(name)}/network`, hidden: true }, "Network cut");
     this.about = h("p", { class: "about" });
     this.asked = h("p", { class: "asked" });
     this.tail = h("div", { class: "tail", tabindex: "0", role: "log", "aria-live": "off", "aria-label": `What ${name} does` });
@@ -86,10 +87,10 @@ class Tile {
     } }, "Dismiss");
     this.start = h("button", { type: "button", onclick: () => this.act("start") }, "Start");
     this.setUp = h("p", { class: "set-up" }, "It cannot be prompted: it has no agent prompt command. ",
-      h("a", { href: `/#/s/${encodeURIComponent(name)}/settings` }, "Set one"));
+      h("a", { href: `/#/s/${encodeURIComponent(name)}/settings`, "aria-label": `Set one for ${name}` }, "Set one"));
     this.form = h("form", {}, this.setUp, this.box, this.send, this.done, this.stop, this.start);
     this.element = h("article", { class: "tile", "aria-labelledby": id },
-      h("header", {}, h("h2", { id }, h("a", { href: `/#/s/${encodeURIComponent(name)}/agent` }, name)), this.state),
+      h("header", {}, h("h2", { id }, h("a", { href: `/#/s/${encodeURIComponent(name)}/agent` }, name)), this.cut, this.state),
       this.about, this.asked, this.tail, this.form);
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -153,9 +154,11 @@ class Tile {
     this.element.dataset.state = state;
     put(this.state, STATES[state]);
     put(this.about, [row.agent ? agentName(row.agent) : "no agent", row.directory && tailOf(row.directory),
+      row.network === "allow" && "allowlist",
       !running ? row.state : last?.state === "running" ? lasted(last) : last ? ago(last.ended ?? last.started) : null]
       .filter(Boolean).join(" · "));
     this.about.title = row.directory;
+    this.cut.hidden = row.network !== "cut";
     put(this.asked, last ? (last.prompt ?? `$ ${last.command}`) : "");
     this.asked.title = this.asked.textContent;
     this.drawTail(row);
@@ -181,7 +184,8 @@ class Tile {
     else if (last && last.state !== "running" && last.exit) lines.push({ kind: "bad", text: `ended with status ${last.exit}` });
     const atEnd = this.tail.scrollHeight - this.tail.scrollTop - this.tail.clientHeight < 30;
     this.tail.replaceChildren(...(lines.length ? lines.map(({ kind, text }) => h("p", { class: kind }, text))
-      : [h("p", { class: "nothing" }, last?.state === "running" ? "nothing yet" : last ? "no output" : "not prompted yet")]));
+      : [h("p", { class: "nothing" }, !last ? "not prompted yet"
+        : last.state !== "running" ? "no output" : last.size ? "at work…" : "nothing yet")]));
     if (atEnd) this.tail.scrollTop = this.tail.scrollHeight;
   }
 }

@@ -227,7 +227,7 @@ export function mount(root, context) {
     refresh();
   }
   const who = context.session.agent ? agentName(context.session.agent) : "the agent";
-  const box = composer({ label: "Prompt", placeholder: "", action: "Send", send: ask, history: () => past,
+  const box = composer({ key: `agent ${name}`, label: "Prompt", placeholder: "", action: "Send", send: ask, history: () => past,
     hint: "Enter sends it, Shift+Enter begins a new line" });
   root.append(notice, scroll, box.element);
 

@@ -88,7 +88,7 @@ export function mount(root, context) {
     add(job, true).then(refresh);
     refresh();
   }
-  const box = composer({ label: "Command", placeholder: "Type a command", action: "Run", mono: true, send: run,
+  const box = composer({ key: `command ${name}`, label: "Command", placeholder: "Type a command", action: "Run", mono: true, send: run,
     history: () => past, hint: "Enter runs it, Shift+Enter begins a new line, ↑ brings back earlier ones" });
   const $empty = h("p", { class: "dim blank" }, "Nothing was run here yet.");
   root.append(notice, scroll, box.element);

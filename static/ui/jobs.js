@@ -5,14 +5,18 @@ import { autoGrow, busy, h, toast } from "./dom.js";
 import { lasted, outcome } from "./format.js";
 import { icon } from "./icons.js";
 
-/** The box that a command or a prompt is typed into. `send(text)` resolves when it was taken. */
-export function composer({ label, placeholder, hint, action, send, history, mono }) {
-  const area = h("textarea", { rows: "1", placeholder, "aria-label": label, class: mono ? "mono" : null,
+const drafts = new Map(); // what was typed and not sent, by box
+
+/** The box `key` that a command or a prompt is typed into. `send(text)` resolves when it was taken. */
+export function composer({ key, label, placeholder, hint, action, send, history, mono }) {
+  const area = h("textarea", { rows: "1", placeholder, "aria-label": label, class: mono ? "mono" : null, value: drafts.get(key) ?? "",
+    oninput: () => drafts.set(key, area.value),
     autocapitalize: mono ? "off" : null, autocomplete: "off", spellcheck: mono ? "false" : null, enterkeyhint: "send" });
   const button = h("button", { class: "primary send", type: "submit", "aria-label": action }, icon("send"));
   const note = h("p", { class: "hint" }, hint);
   const form = h("form", { class: "composer" }, h("div", { class: "composer-row" }, area, button), note);
   const fit = autoGrow(area);
+  requestAnimationFrame(fit);
   let back = 0; // how far back in the history
 
   const recall = (step) => {
@@ -28,6 +32,7 @@ export function composer({ label, placeholder, hint, action, send, history, mono
     button.disabled = true;
     try {
       await send(text);
+      drafts.delete(key);
       area.value = "";
       back = 0;
       fit();

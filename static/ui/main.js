@@ -12,6 +12,7 @@ const SCREENS = {
   agent: ["Agent", () => import("./agent.js")],
   command: ["Command", () => import("./command.js")],
   terminal: ["Terminal", () => import("./terminal.js")],
+  network: ["Network", () => import("./decisions.js")],
   settings: ["Settings", () => import("./settings.js")],
 };
 
@@ -93,7 +94,9 @@ async function showSession(name, screen) {
   };
   const changed = () => { // what others have changed
     const [row, detail] = [store.find(name), view.detail];
-    if (row && detail && (row.state !== detail.state || row.agentMode !== canBePrompted(detail))) view.reload().catch(() => {});
+    if (!row || !detail) return;
+    const same = row.state === detail.state && row.agentMode === canBePrompted(detail) && row.network === view.network;
+    if (!same) view.reload().catch(() => {});
   };
   store.addEventListener("change", changed);
   leave = () => {
@@ -114,6 +117,7 @@ async function showSession(name, screen) {
 function drawHead(head, name, session, view) {
   const state = session?.state ?? store.find(name)?.state ?? "";
   const running = state === "running";
+  view.network = store.find(name)?.network;
   const act = (label, action, symbol, extra = {}) => h("button", {
     class: "quiet", type: "button", ...extra,
     onclick: (event) => busy(event.currentTarget, async () => {
@@ -128,7 +132,8 @@ function drawHead(head, name, session, view) {
     h("a", { class: "button quiet back", href: "#/", "aria-label": "All sessions" }, icon("back")),
     h("div", { class: "who" },
       h("h1", {}, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state)),
-      h("p", { class: "dim", title: session?.directory }, facts.join(" · "))),
+      h("p", { class: "dim", title: session?.directory },
+        view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "], facts.join(" · "))),
     session && h("div", { class: "row acts" },
       running
         ? act("Stop", () => change(view, name, "stop", "stopped"), "stop", { "aria-label": `Stop ${name}` })

@@ -11,6 +11,7 @@ const FILTER_FROM = 8; // sessions from which on there is a filter
 /** What a session is doing, as { text, tone }. */
 export function activity(row) {
   const parts = [row.jobs && count(row.jobs, "job"), row.terminals && count(row.terminals, "terminal")].filter(Boolean);
+  if (row.network === "cut") return { text: ["network cut", ...parts].join(", "), tone: "bad" };
   if (row.jobs) return { text: `${parts.join(", ")} running`, tone: "run" };
   if (row.state !== "running") return { text: row.state, tone: "off" };
   const { last } = row;
@@ -72,7 +73,8 @@ function fill(item, row, current) {
     const element = $(selector, link);
     if (element.textContent !== value) element.textContent = value;
   };
-  put(".where", [row.agent && agentName(row.agent), row.directory && tailOf(row.directory)].filter(Boolean).join(" · "));
+  put(".where", [row.agent && agentName(row.agent), row.directory && tailOf(row.directory),
+    row.network === "allow" && "allowlist"].filter(Boolean).join(" · "));
   put(".doing", text);
   $(".doing", link).className = `doing ${tone}`;
   $(".dot", link).className = `dot ${tone}`;

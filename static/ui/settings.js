@@ -79,7 +79,8 @@ export function mount(root, context) {
         h("p", { class: "hint" }, "In force at the next command, prompt or terminal. Added to what is configured; kept on this machine only."),
         env.element),
       h("fieldset", {}, h("legend", {}, "Network"),
-        h("p", { class: "hint" }, "Another kind of network needs a new container: when it is saved, this page says so and can make it."),
+        h("p", { class: "hint" }, "The hosts of a list are in force at once. Another kind of network needs a new container: "
+          + "when it is saved, this page says so and can make it."),
         network.element),
       field("Autostart script", autostart, "A shell script that runs whenever the container starts. Its output is in Command mode."),
       field("Agent prompt command", template, "What a prompt runs in the container. {prompt} becomes one word, whatever it contains. "

@@ -1,0 +1,474 @@
+"""Network allowlists on real engines. The outside is a container in the network namespace of a session's proxy."""
+
+import http.client
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import IMAGE, IMAGE_VERSION, ROOT, TOKEN, Engine, unique_name, write_config
+from network import LOCAL, Guarded, inspected, left_of, proxy_of, shown_network
+from outside import PUBLIC
+from service import Service, wait_for
+from test_engines import container_names
+
+docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
+PROBE = (ROOT / "tests" / "probe.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def guarded(engine: Engine) -> Iterator[Guarded]:
+    """One session for all tests that leave its rules as they were."""
+    guarded = Guarded(engine, "api.test", "api.test:8081", "private.test")
+    yield guarded
+    guarded.end()
+
+
+# --- What is allowed ---
+
+REACH = """
+import json, urllib.request
+from websockets.sync.client import connect
+for url in ("http://api.test/", "https://api.test/"):
+    print(*json.load(urllib.request.urlopen(url)))
+with connect("ws://api.test:8081/") as socket:
+    socket.send("over a socket")
+    print(socket.recv())
+"""
+
+
+def test_an_allowed_name_is_reached(guarded: Guarded) -> None:
+    answer = guarded.python(REACH)
+    expected = [f"{PUBLIC} 80 api.test", f"{PUBLIC} 443 api.test", "over a socket"]
+    assert answer.stdout.splitlines() == expected, answer.stderr
+    assert guarded.run("wget -q -O - http://api.test/").stdout == json.dumps([PUBLIC, 80, "api.test"])
+
+
+def test_a_certificate_is_the_servers_own(guarded: Guarded) -> None:
+    answer = guarded.python(REACH, "-e", "SSL_CERT_FILE=/dev/null")
+    assert "CERTIFICATE_VERIFY_FAILED" in answer.stderr
+
+
+ENVIRONMENT = """
+import json, os
+print(json.dumps(dict(os.environ)))
+"""
+
+
+def test_every_program_is_told(guarded: Guarded) -> None:
+    env = json.loads(guarded.python(ENVIRONMENT, "-e", "HTTP_PROXY=http://10.0.0.1:1", "-e", "https_proxy=x").stdout)
+    proxy = "http://127.0.0.1:3128"
+    assert {env[name] for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")} == {proxy}
+    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1" and env["NODE_USE_ENV_PROXY"] == "1"
+
+
+def test_two_hundred_connections_beside_slow_and_broken_ones(guarded: Guarded) -> None:
+    answer = guarded.python(CROWD)
+    assert answer.stdout.split() == ["200", "tunnels", "200", "answers", "20", "slow"], answer.stdout + answer.stderr
+
+
+CROWD = """
+import socket, struct
+def proxy(data):
+    sock = socket.create_connection(("127.0.0.1", 3128), timeout=60)
+    sock.sendall(data)
+    return sock
+slow = [proxy(b"GET http://api.test/ HTTP/1.1\\r\\nHost: api") for _ in range(20)]
+large = b"GET http://api.test/zeros/9999999 HTTP/1.0\\r\\n\\r\\n"
+for data in (b"", b"CONNECT api.test:80 HTTP/1.1\\r\\n\\r\\n", b"\\0" * 3000, large):
+    for _ in range(10):
+        with proxy(data) as broken:
+            broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+tunnels = [proxy(b"CONNECT api.test:80 HTTP/1.1\\r\\n\\r\\n") for _ in range(200)]
+print(sum(tunnel.recv(100).startswith(b"HTTP/1.1 200") for tunnel in tunnels), "tunnels")
+for tunnel in tunnels:
+    tunnel.sendall(b"GET / HTTP/1.1\\r\\nHost: api.test\\r\\n\\r\\n")
+def answer(sock):
+    data = b""
+    while more := sock.recv(4096):
+        data += more
+    return data.startswith(b"HTTP/1.1 200") and data.endswith(b'"api.test"]')
+print(sum(map(answer, tunnels)), "answers")
+for sock in slow:
+    sock.sendall(b".test\\r\\n\\r\\n")
+print(sum(map(answer, slow)), "slow")
+"""
+
+
+# --- What is not ---
+
+
+@pytest.mark.parametrize("user", ["root", "somebody"])
+def test_there_is_no_way_around(guarded: Guarded, neighbour: Path, user: str) -> None:
+    engine = guarded.engine
+    own = host_addresses() | set(inspected(engine, guarded.proxy, ADDRESSES).split())
+    given = json.dumps({"api": PUBLIC, "own": sorted(own)})
+    uid = {"root": "0:0", "somebody": "4321:4321"}[user]
+    answer = engine.run("exec", "-i", "--user", uid, guarded.name, "python3", "-", given, input=PROBE)
+    assert answer.returncode == 0, answer.stderr
+    tried = json.loads(answer.stdout)
+    assert len(tried) > 100 and [row for row in tried if row[1] not in row[2].split("|")] == []
+    seen = json.loads(guarded.run("wget -q -O - http://api.test/seen").stdout)
+    assert {tuple(row) for row in seen} == {(PUBLIC, 80, "api.test"), (PUBLIC, 443, "api.test")}
+    assert neighbour.read_text() == "listening\n"
+
+
+@pytest.fixture(scope="module")
+def neighbour(engine: Engine) -> Iterator[Path]:
+    """What another session notes, which listens to all that comes."""
+    with Guarded(engine, "api.test", outside=False) as session, engine.popen(
+        *session.python_argv(LISTEN), **session.where
+    ) as listener:
+        engine.started.remove(listener)  # it outlives the test that asks first
+        notes = session.project / "notes"
+        wait_for(notes.exists)
+        yield notes
+
+
+LISTEN = """
+import socket
+listeners = [socket.create_server(("", port)) for port in (8080, 9999)] + [socket.socket(socket.AF_UNIX)]
+listeners[-1].bind("\\0neighbour")
+listeners[-1].listen()
+import select
+with open("notes", "w", buffering=1) as notes:
+    print("listening", file=notes)
+    while ready := select.select(listeners, [], [])[0]:
+        print(ready[0].accept(), file=notes)
+"""
+
+
+ADDRESSES = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{.Gateway}} {{end}}{{.NetworkSettings.IPAddress}}"
+
+
+def host_addresses() -> set[str]:
+    """Addresses of this machine, without its loopback's."""
+    rows = json.loads(subprocess.run(["ip", "-j", "-4", "address"], capture_output=True, check=True).stdout)
+    return {info["local"] for row in rows for info in row["addr_info"] if row["ifname"] != "lo"}
+
+
+def test_a_refusal_names_the_host_and_the_remedy(guarded: Guarded) -> None:
+    script = "printf 'GET http://%s/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128"
+    for host, named in (("other.test:8443", "other.test:8443"), ("private.test", "127.0.0.3")):
+        answer = guarded.run(script % host).stdout
+        assert answer.startswith("HTTP/1.1 403 Forbidden") and f"{host.partition(':')[0]} port" in answer
+        assert answer.endswith(f"To allow it: sandbox net allow {guarded.name} {named}\n")
+
+
+# --- Rules ---
+
+OPEN = """
+import sys
+from websockets.exceptions import InvalidProxyStatus
+from websockets.sync.client import connect
+with connect("ws://api.test:8081/") as socket:
+    print("open", flush=True)
+    for line in sys.stdin:
+        socket.send(line.strip())
+        try:
+            connect("ws://api.test:8081/").close()
+            print(socket.recv(), "another", flush=True)
+        except InvalidProxyStatus as error:
+            print(socket.recv(), error.response.status_code, flush=True)
+"""
+
+
+def test_changed_rules_hold_for_the_next_connection(guarded: Guarded) -> None:
+    before = guarded.rules()
+    with guarded.engine.popen(*guarded.python_argv(OPEN), **guarded.where) as run:
+        assert run.stdin and run.stdout and run.stdout.readline() == "open\n"
+
+        def say(word: str) -> str:
+            assert run.stdin and run.stdout
+            run.stdin.write(f"{word}\n")
+            run.stdin.flush()
+            return run.stdout.readline().strip()
+
+        assert say("first") == "first another"
+        assert guarded.net("deny", "api.test:8081").returncode == 0
+        assert guarded.rules() == {"allow": ["api.test", "private.test"], "deny": ["api.test:8081"]}
+        assert say("second") == "second 403"
+        assert guarded.net("allow", "api.test:8081").returncode == 0
+        assert say("third") == "third another"
+    assert sorted(guarded.rules()["allow"]) == sorted(before["allow"])
+
+
+def test_check_and_log_are_lines_of_json(guarded: Guarded) -> None:
+    for hosts, status in ((["api.test"], 0), (["api.test", "other.test"], 1), (["api.test:81"], 1)):
+        answer = guarded.net("check", *hosts)
+        rows = [json.loads(line) for line in answer.stdout.splitlines()]
+        assert (answer.returncode, [row["host"] for row in rows]) == (status, [h.split(":")[0] for h in hosts])
+        assert [row["verdict"] for row in rows] == ["deny" if "other" in h or ":" in h else "allow" for h in hosts]
+    with guarded.engine.popen("net", "log", guarded.name, "-f", **guarded.where) as log:
+        assert log.stdout
+        guarded.answers("api.test", "followed.test:99")
+        for line in log.stdout:
+            if "followed.test" in line:
+                break
+    row = json.loads(line)
+    assert row.pop("time").endswith("Z")
+    assert row == {"session": guarded.name, "host": "followed.test", "port": 99, "verdict": "deny", "rule": "",
+                   "reason": "no rule allows it"}  # fmt: skip
+    answer = guarded.net("log")
+    rows = [json.loads(line) for line in answer.stdout.splitlines()]
+    assert {"host": "api.test", "port": 80, "verdict": "allow", "rule": "api.test"}.items() <= rows[-2].items()
+    assert answer.stderr == ""
+
+
+def test_rules_of_every_source_are_in_force_at_the_next_run(engine: Engine) -> None:
+    with Guarded(engine, "127.0.0.2", outside=False, network={"allow": ["127.0.0.1"]}) as session:
+        places = [f"127.0.0.{number}" for number in (1, 2, 3, 4)]
+        assert session.rules() == {"allow": places[:2]}
+        assert session.answers(*places) == ["502", "502", "403", "403"]  # nobody listens, but it was tried
+        assert session.run("true", "--allow", "127.0.0.3").returncode == 0
+        assert session.answers(*places) == ["502", "502", "502", "403"]
+        write_config(session.home, network={"allow": ["127.0.0.4"], "deny": ["127.0.0.2"]})
+        assert session.net("deny", "127.0.0.1").returncode == 0
+        engine.run("stop", "-t", "0", session.name, session.proxy)
+        assert session.answers(*places) == ["403", "502", "502", "403"]
+        assert session.rules() == {"allow": ["127.0.0.2", "127.0.0.3"], "deny": ["127.0.0.1"]}
+        rows = json.loads(engine.sandbox("ps", "--json").stdout)
+        assert [row["network"] for row in rows if row["name"] == session.name] == ["allow"]
+
+
+@docker_only
+@pytest.mark.parametrize(
+    "flags, status, message",
+    [
+        (["--allow", "http://api.test"], 2, "is not <host>[:<port>]"),
+        (["--allow", "api.test/path"], 2, "is not <host>[:<port>]"),
+        (["--allow", "api.test:0"], 2, "is not <host>[:<port>]"),
+        (["--allow", "api.test:65536"], 2, "is not <host>[:<port>]"),
+        (["--allow", "*"], 2, "is not <host>[:<port>]"),
+        (["--allow", "127.1"], 2, "is not <host>[:<port>]"),
+        (["--allow", "10.0.0.0/8"], 2, "is not <host>[:<port>]"),
+        (["--allow", "api.test", "--net", "none"], 2, "--allow does not go together with --net none"),
+        (["--net", "closed"], 2, "is not open, none, host"),
+        (["--allow", "api.test", "-p", "18080:80"], 125, "ports cannot be published with an allowlist"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    engine: Engine, project: Path, name: str, flags: list[str], status: int, message: str
+) -> None:
+    answer = engine.sandbox("run", "-n", name, *flags, "-x", "echo ran")
+    assert (answer.returncode, answer.stdout) == (status, "") and message in answer.stderr
+    assert name not in container_names(engine)
+
+
+@docker_only
+def test_net_says_what_it_cannot_do(engine: Engine, guarded: Guarded, project: Path, name: str) -> None:
+    engine.sandbox("run", "-n", name, "-x", "true")
+    table: list[tuple[list[str], int, str]] = [
+        (["show", name], 1, "has no allowlist: its network is open"),
+        (["show", f"{name}-not"], 1, "there is no container"),
+        (["show", guarded.proxy], 1, f"is the proxy of the session {guarded.name}"),
+        (["allow", guarded.name], 2, "net allow takes hosts"),
+        (["show", guarded.name, "api.test"], 2, "net show takes no hosts"),
+        (["allow", guarded.name, "api.test", "http://x"], 2, "allow: 'http://x' is not <host>[:<port>]"),
+        (["deny", guarded.name, "*.127.0.0.1"], 2, "deny: '*.127.0.0.1' is not <host>[:<port>]"),
+        (["check", guarded.name, "api.test:x"], 2, "check: 'api.test:x' is not <host>[:<port>]"),
+    ]
+    before = guarded.rules()
+    for args, status, message in table:
+        answer = engine.sandbox("net", *args, **guarded.where)
+        assert (answer.returncode, answer.stdout) == (status, "") and message in answer.stderr, (args, answer)
+    assert guarded.rules() == before
+    for command in (["rm", guarded.proxy], ["run", "-n", guarded.proxy, "-x", "true"]):
+        answer = engine.sandbox(*command)
+        assert answer.returncode in (1, 125) and "is the proxy of the session" in answer.stderr
+    assert guarded.proxy not in engine.sandbox("ps").stdout
+
+
+# --- A proxy that dies ---
+
+
+def test_the_network_is_cut_while_the_proxy_is_down(engine: Engine) -> None:
+    with Guarded(engine, LOCAL, outside=False) as session:
+        assert session.net("allow", "127.0.0.5:90").returncode == 0
+        places, expected = [LOCAL, "127.0.0.5:90", "127.0.0.6"], ["502", "502", "403"]
+        inside = ["exec", session.name, "nc", "-w", "1", "127.0.0.1", "3128"]
+
+        pid = int(inspected(engine, session.proxy, "{{.State.Pid}}"))
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: inspected(engine, session.proxy, "{{.State.Pid}}") not in (str(pid), "0"))  # by itself
+        wait_for(lambda: session.answers(*places) == expected)
+
+        engine.run("kill", session.proxy)
+        wait_for(lambda: shown_network(engine, session.name) == "cut")
+        assert engine.run(*inside).returncode != 0
+        assert session.answers(*places) == expected  # which comes from the run
+        assert shown_network(engine, session.name) == "allow"
+
+        engine.run("rm", "-f", session.proxy)
+        assert shown_network(engine, session.name) == "cut" and engine.run(*inside).returncode != 0
+        assert session.answers(*places) == expected
+
+        engine.run("stop", "-t", "0", session.name, session.proxy)  # as when the engine starts again
+        assert session.answers(*places) == expected
+
+
+# --- Failing closed ---
+
+NO_PROGRAM, BROKEN = f"localhost/{TOKEN}-without", f"localhost/{TOKEN}-broken"
+PROGRAM = "/usr/local/lib/sandbox/proxy.py"
+
+
+@pytest.fixture(scope="module")
+def variants(engine: Engine) -> Iterator[None]:
+    """Images without the proxy's program, and with one that cannot serve."""
+    program = "import sys\nif sys.argv[1] == 'serve': sys.exit('this proxy is broken')\n"
+    program += (ROOT / "static/image/proxy.py").read_text().replace("RETRY_SECONDS = 10,", "RETRY_SECONDS = 1,")
+    commands = {NO_PROGRAM: f"rm {PROGRAM}", BROKEN: f"cat >{PROGRAM}"}
+    for image, command in commands.items():
+        name = unique_name()
+        made = engine.run("run", "-i", "--name", name, IMAGE, "sh", "-c", command, input=program)
+        assert made.returncode == 0, made.stderr
+        assert engine.run("commit", name, f"{image}:{IMAGE_VERSION}").returncode == 0
+        engine.run("rm", name)
+    yield
+    engine.run("rmi", *(f"{image}:{IMAGE_VERSION}" for image in commands))
+
+
+@pytest.mark.parametrize(
+    "image, message",
+    [(NO_PROGRAM, f"this image has no {PROGRAM}: build it again"), (BROKEN, "network proxy does not take port 3128")],
+)
+def test_without_a_proxy_no_session(
+    engine: Engine, project: Path, home: Path, variants: None, name: str, image: str, message: str
+) -> None:
+    write_config(home, imageName=image)
+    answer = engine.sandbox("run", "-n", name, "--allow", "api.test", "-x", "echo ran", env={"SANDBOX_TRACE": "1"})
+    assert (answer.returncode, answer.stdout) == (125, "") and message in answer.stderr, answer.stderr
+    assert leftovers(engine, answer.stderr) == []
+
+
+# --- Nothing stays ---
+
+
+def leftovers(engine: Engine, trace: str) -> list[str]:
+    """What is there of the one session that a command has tried to make, from its SANDBOX_TRACE."""
+    (id,) = set(re.findall(r"sandbox\.session=([0-9a-f]{10})", trace))
+    return left_of(engine, id)
+
+
+def test_nothing_stays_of_a_session(engine: Engine, project: Path, home: Path, name: str) -> None:
+    trace = {"SANDBOX_TRACE": "1"}
+    for flags, message in ((["-v", "/nonexistent-dir:/x"], "/nonexistent-dir"), (["--iv", "9.9-common"], "no image")):
+        failed = engine.sandbox("run", "-n", name, "--allow", "api.test", *flags, "-x", "echo ran", env=trace)
+        assert (failed.returncode, failed.stdout) == (125, "") and message in failed.stderr
+        assert leftovers(engine, failed.stderr) == []
+    once = engine.sandbox("run", "-n", name, "--allow", "api.test", "--rm-on-exit", "-x", "exit 3", env=trace)
+    assert once.returncode == 3 and leftovers(engine, once.stderr) == []
+    made = engine.sandbox("run", "-n", name, "--allow", "api.test", "-x", "true", env=trace)
+    assert len(leftovers(engine, made.stderr)) == 3
+    assert engine.sandbox("rm", name).returncode == 0
+    assert leftovers(engine, made.stderr) == []
+
+
+def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home: Path, name: str) -> None:
+    kept = engine.sandbox("run", "-n", f"{name}-kept", "--allow", "api.test", "-x", "true", env={"SANDBOX_TRACE": "1"})
+    traces = [kill_while_it_creates(engine, f"{name}-{number}", 0.15 * number) for number in range(4)]
+    for row in json.loads(engine.sandbox("ps", "--json").stdout):
+        if row["name"].startswith(f"{name}-") and row["name"] != f"{name}-kept":
+            engine.run("rm", "-f", row["name"])  # a session whose container went by other hands leaves most
+    left = [item for trace in traces for item in leftovers(engine, trace)]
+    assert left
+    foreign = f"{name}-sandbox-net-0123456789"
+    engine.run("volume", "create", foreign)
+    shown = engine.sandbox("prune", "--dry-run").stdout.split()
+    assert set(left) <= set(shown) and len(leftovers(engine, kept.stderr)) == 3
+    assert not set(leftovers(engine, kept.stderr)) & set(shown)
+    assert set(left) <= set(engine.sandbox("prune").stdout.split())
+    assert [item for trace in traces for item in leftovers(engine, trace)] == []
+    assert len(leftovers(engine, kept.stderr)) == 3
+    assert engine.run("volume", "rm", foreign).returncode == 0
+
+
+def kill_while_it_creates(engine: Engine, name: str, seconds: float) -> str:
+    """Kill a run and the engine's clients so long after they were started; what it has said of them."""
+    with engine.popen("run", "-n", name, "--allow", "api.test", "-x", "true", env={"SANDBOX_TRACE": "1"}) as run:
+        assert run.stderr
+        label = next(line for line in run.stderr if "--label sandbox.proxy" in line)
+        time.sleep(seconds)
+        return label
+
+
+# --- Commands for a shell, and the web service ---
+
+
+def test_the_printed_commands_make_a_working_session(engine: Engine, project: Path, home: Path, name: str) -> None:
+    ask = "printf 'GET http://127.0.0.7/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 | head -n 1"
+    flags = ("-n", name, "--allow", "127.0.0.7", "-x", ask)
+    for _ in range(2):  # of a new session, and of one that is there
+        lines = engine.sandbox("config", "command", *flags).stdout
+        script = subprocess.run(
+            ["sh", "-ec", lines], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **engine.where()
+        )
+        assert script.stdout == "HTTP/1.1 502 Bad Gateway\n", lines + script.stderr
+        assert shown_network(engine, name) == "allow"
+    assert engine.sandbox("run", *flags).stdout == script.stdout
+
+
+@docker_only
+def test_the_web_service_shows_and_changes_rules(service: Service, name: str) -> None:
+    service.create(name, network={"allow": ["127.0.0.1"]})
+    service.create(f"{name}-open")
+    path = f"/api/sessions/{name}"
+    assert service.get(f"{path}/network").json == {"allow": ["127.0.0.1"]}
+    events = decisions(service, name)
+    assert asked(service, name) == ["502", "403", "403"]
+    assert [(row["host"], row["verdict"]) for row in itertools.islice(events, 3)] == [
+        ("127.0.0.1", "allow"), ("127.0.0.2", "deny"), ("127.0.0.3", "deny")]  # fmt: skip
+
+    rules = service.post(f"{path}/network", {"allow": "127.0.0.2"})
+    assert (rules.status, rules.json) == (200, {"allow": ["127.0.0.1", "127.0.0.2"]})
+    assert asked(service, name) == ["502", "502", "403"]
+    assert service.post(f"{path}/network", {"deny": "127.0.0.1"}).json == {
+        "allow": ["127.0.0.2"], "deny": ["127.0.0.1"]}  # fmt: skip
+    assert asked(service, name) == ["403", "502", "403"]
+    put = service.post(f"{path}/settings", {"network": {"allow": ["127.0.0.3:80"]}}, method="PUT")
+    assert put.status == 200 and put.json["effective"]["network"] == {"allow": ["127.0.0.3:80"]}
+    assert asked(service, name) == ["403", "403", "502"]
+    assert next(row for row in events if row["rule"] == "127.0.0.3:80")["verdict"] == "allow"
+
+    assert [row_of(service, n)["network"] for n in (name, f"{name}-open")] == ["allow", "open"]
+    engine = service.engine
+    engine.run("kill", proxy_of(engine, name))
+    wait_for(lambda: row_of(service, name)["network"] == "cut")
+    assert asked(service, name) == ["", "", ""]
+
+    for body in ({}, {"allow": "http://x"}, {"allow": 5}, {"allow": "x", "more": 1}):
+        assert service.post(f"{path}/network", body).status == 400
+    assert service.post(f"{path}-open/network", {"allow": "x"}).status == 409
+    assert service.get(f"{path}-open/network").status == 409
+    trouble = service.post("/api/sessions", {"name": f"{name}-2", "directory": "/tmp", "network": {"allow": ["a b"]}})
+    assert trouble.status == 400 and b"a b" in trouble.body
+
+
+def row_of(service: Service, name: str) -> Any:
+    return next(row for row in service.get("/api/sessions").json if row["name"] == name)
+
+
+def asked(service: Service, name: str) -> list[str]:
+    """The statuses that the proxy gives inside for three addresses."""
+    ask = "printf 'GET http://127.0.0.%s/ HTTP/1.0\\r\\n\\r\\n' $n | nc 127.0.0.1 3128 | head -n 1; echo"
+    job = service.job(name, f"for n in 1 2 3; do {ask}; done")
+    text = "".join(data for kind, data, _ in service.events(job) if kind == "stdout")
+    return [line.strip().split(" ")[1] if line.strip() else "" for line in text.replace("\r\n\n", "\n").splitlines()]
+
+
+def decisions(service: Service, name: str) -> Iterator[Any]:
+    """What the page would show, as it comes."""
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    connection.request("GET", f"/api/sessions/{name}/network/events", headers={"Cookie": service.cookie})
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
+    assert answer.readline() == b": the log\n"
+    return (json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: "))
