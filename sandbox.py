@@ -1383,6 +1383,8 @@ class Request:
             self.looked = look or not known
             engine, self.session = known if known and not look else find_session(self.engines, self.name)
             self.engines = [engine]
+            if known and not self.session and self.config.source("network") == "default":
+                check_gone(known[1])
         if self.session:
             self.adopt(self.session, data)
         else:
@@ -1431,6 +1433,15 @@ def check_isolation(session: Session, have: Any, want: Any) -> None:
     if have in ("open", "host") and want not in ("open", "host"):
         raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
                            f"sandbox rm {session.name}, then run this again; or --net {have} to go on as it is", 125)
+
+
+def check_gone(session: Session) -> None:
+    """Raise SandboxError when a session that was removed by other hands had no open network: its flags went with it."""
+    network = session.labels.get("sandbox.network")
+    if network in ("allow", "none"):
+        had = "an allowlist" if network == "allow" else "none"
+        raise SandboxError(f"the container {session.name} is gone, and its network was {had}",
+                           "say what it is to be now: --allow HOST, --net none or --net open", 125)
 
 
 def within(path: str, folder: str) -> str | None:

@@ -537,6 +537,17 @@ def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine
 
 
 @docker_only
+def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, project: Path, name: str) -> None:
+    run = ["run", "-n", name, "-x", "echo ran"]
+    assert engine.sandbox(*run, "--net", "none").stdout == "ran\n"
+    engine.run("rm", "-f", name)
+    answer = engine.sandbox(*run)
+    assert (answer.returncode, answer.stdout) == (125, "") and "is gone, and its network was none" in answer.stderr
+    assert engine.sandbox(*run, "--net", "open").stdout == "ran\n"
+    assert engine.sandbox(*run).stdout == "ran\n"
+
+
+@docker_only
 def test_none_takes_every_rule_away(engine: Engine) -> None:
     with Guarded(engine, LOCAL, outside=False) as session:
         assert session.run("true", "--net", "none").returncode == 0
