@@ -1383,6 +1383,8 @@ class Request:
             self.looked = look or not known
             engine, self.session = known if known and not look else find_session(self.engines, self.name)
             self.engines = [engine]
+            if known and not self.session and self.config.source("network") == "default":
+                check_gone(known[1])
         if self.session:
             self.adopt(self.session, data)
         else:
@@ -1431,6 +1433,15 @@ def check_isolation(session: Session, have: Any, want: Any) -> None:
     if have in ("open", "host") and want not in ("open", "host"):
         raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
                            f"sandbox rm {session.name}, then run this again; or --net {have} to go on as it is", 125)
+
+
+def check_gone(session: Session) -> None:
+    """Raise SandboxError when a session that was removed by other hands had no open network: its flags went with it."""
+    network = session.labels.get("sandbox.network")
+    if network in ("allow", "none"):
+        had = "an allowlist" if network == "allow" else "none"
+        raise SandboxError(f"the container {session.name} is gone, and its network was {had}",
+                           "say what it is to be now: --allow HOST, --net none or --net open", 125)
 
 
 def within(path: str, folder: str) -> str | None:
@@ -1832,13 +1843,14 @@ def put_rules(engine: Engine, session: Session, request: Request, start: bool) -
     """Put an existing session's rules in force; those that --allow has added stay. False where its proxy is down."""
     if not session.proxy:
         return True
-    network = network_of(session, request.config)
-    if start:
-        set_rules(engine, session, network)
-    elif engine.output(*set_argv(session, network)).result()[0]:
-        return False
-    if isinstance(request.flags.values.get("network"), dict):
-        write_settings(session.name, read_settings(session.name) | {"network": network})
+    with settings_locked(session.name):  # and read again: somebody may have changed them
+        network = network_of(session, session_config(session, None, request.flags, request.args.profile))
+        if start:
+            set_rules(engine, session, network)
+        elif engine.output(*set_argv(session, network)).result()[0]:
+            return False
+        if isinstance(request.flags.values.get("network"), dict):
+            write_settings(session.name, read_settings(session.name) | {"network": network})
     return True
 
 
@@ -2007,6 +2019,23 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
     write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
+@contextmanager
+def settings_locked(name: str) -> Iterator[None]:
+    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
+    import fcntl
+
+    path = f"{settings_path(name)}.lock"
+    try:
+        for folder in (sandbox_home(), os.path.dirname(path)):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise SandboxError(f"{path}: {error.strerror}", "make room or correct the permissions") from None
+    with open(lock, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
     """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
     return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
@@ -2031,8 +2060,9 @@ def jobs_path(name: str) -> str:
 
 def forget_files(name: str) -> None:
     """Remove what the web service keeps for a session."""
-    with suppress(OSError):
-        os.unlink(settings_path(name))
+    for path in (settings_path(name), f"{settings_path(name)}.lock"):
+        with suppress(OSError):
+            os.unlink(path)
     if os.path.isdir(jobs_path(name)):
         remove_tree(jobs_path(name))
 
@@ -2187,11 +2217,12 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
 
 def change_rules(engine: Engine, session: Session, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
-    settings = read_settings(session.name)
-    network = with_rules(network_of(session, session_config(session, settings)), rules)
-    write_settings(session.name, settings | {"network": network})
-    if session.state == "running":
-        set_rules(engine, session, network)
+    with settings_locked(session.name):
+        settings = read_settings(session.name)
+        network = with_rules(network_of(session, session_config(session, settings)), rules)
+        write_settings(session.name, settings | {"network": network})
+        if session.state == "running":
+            set_rules(engine, session, network)
     return network
 
 

@@ -498,3 +498,97 @@ def decisions(service: Service, name: str) -> Iterator[Any]:
     assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
     assert answer.readline() == b": the log\n"
     return (json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: "))
+
+
+# --- Attacks ---
+
+# Root inside gives the proxy listeners and takes the connections that it has seen coming: its accept() blocks, for
+# good, where the flag that forbids that was cleared meanwhile. Ends when the proxy takes no more.
+FILL_GATES = """
+import contextlib, fcntl, os, signal, socket, threading, time
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):
+        if b"gate" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1)):
+            os.kill(int(pid), signal.SIGKILL)
+def steal(listener):
+    with contextlib.suppress(OSError):
+        listener.accept()
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    with socket.socket(socket.AF_UNIX) as link, socket.create_server(("127.0.0.1", 0)) as listener:
+        link.connect("/run/sandbox-net/proxy.sock")
+        try:
+            socket.send_fds(link, [b"L"], [listener.fileno()])
+            taken = link.recv(1)
+        except OSError:
+            taken = b""
+        if not taken:
+            print("full", flush=True)
+            break
+        for _ in range(100):
+            with socket.create_connection(listener.getsockname()):
+                fcntl.fcntl(listener, fcntl.F_SETFL, fcntl.fcntl(listener, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+                threading.Thread(target=steal, args=(listener,), daemon=True).start()
+    time.sleep(0.2)
+os._exit(0)
+"""
+
+
+@docker_only
+def test_a_session_comes_back_after_its_gates_were_taken(engine: Engine) -> None:
+    with Guarded(engine, LOCAL, outside=False) as session:
+        inside = ["exec", "-i", "--user", "0", session.name, "python3", "-"]
+        assert engine.run(*inside, input=FILL_GATES).stdout == "full\n"
+        engine.run("stop", "-t", "0", session.name)  # and not its proxy
+        assert session.answers(LOCAL) == ["502"]
+
+
+@docker_only
+def test_what_was_denied_while_it_was_stopped_is_denied(service: Service, name: str) -> None:
+    service.create(name, network={"allow": ["127.0.0.1", "127.0.0.2", "127.0.0.3"]})
+    service.post(f"/api/sessions/{name}/stop")
+    assert service.post(f"/api/sessions/{name}/network", {"deny": "127.0.0.2"}).status == 200
+    assert service.post(f"/api/sessions/{name}/start").status == 200
+    assert asked(service, name) == ["502", "403", "502"]
+
+
+@docker_only
+def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine, project: Path, name: str) -> None:
+    run = ["run", "-n", name, "-x", "echo ran"]
+    assert engine.sandbox(*run).stdout == "ran\n"
+    for flags in (["--allow", "api.test"], ["--net", "none"]):
+        answer = engine.sandbox(*run, *flags)
+        assert (answer.returncode, answer.stdout) == (125, "") and f"the network of {name} is open" in answer.stderr
+    assert engine.sandbox(*run, "--net", "open").stdout == "ran\n"
+
+
+@docker_only
+def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, project: Path, name: str) -> None:
+    run = ["run", "-n", name, "-x", "echo ran"]
+    assert engine.sandbox(*run, "--net", "none").stdout == "ran\n"
+    engine.run("rm", "-f", name)
+    answer = engine.sandbox(*run)
+    assert (answer.returncode, answer.stdout) == (125, "") and "is gone, and its network was none" in answer.stderr
+    assert engine.sandbox(*run, "--net", "open").stdout == "ran\n"
+    assert engine.sandbox(*run).stdout == "ran\n"
+
+
+@docker_only
+def test_none_takes_every_rule_away(engine: Engine) -> None:
+    with Guarded(engine, LOCAL, outside=False) as session:
+        assert session.run("true", "--net", "none").returncode == 0
+        assert session.answers(LOCAL) == ["502"]  # which is a run without the flag
+        ask = f"printf 'GET http://{LOCAL}/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 | head -n 1"
+        assert session.run(ask, "--net", "none").stdout.startswith("HTTP/1.1 403 ")
+
+
+@docker_only
+def test_no_rule_is_lost_when_many_are_changed_at_once(engine: Engine) -> None:
+    with Guarded(engine, outside=False, network={"allow": []}) as session:
+        hosts = [f"127.0.0.{number}" for number in range(1, 7)]
+        runs = [engine.popen("run", "-n", session.name, "--allow", host, "-x", "true", **session.where)
+                for host in hosts]  # fmt: skip
+        assert session.net("deny", "127.0.0.9").returncode == 0
+        assert [run.wait() for run in runs] == [0] * len(hosts)
+        rules = session.rules()
+        assert (sorted(rules["allow"]), rules["deny"]) == (hosts, ["127.0.0.9"])
