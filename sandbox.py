@@ -1182,6 +1182,18 @@ def check_spec(spec: Mapping[str, Any]) -> None:
             raise SandboxError(f"a mount would cover the container's {target}", "choose another path (--cp, -v)", 125)
 
 
+class Created(Output):
+    """A container that is being created: of two that share a new volume podman lets one fail, which tries again."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        super().__init__(argv)
+        self.argv = argv
+
+    def result(self) -> tuple[int, str, str]:
+        status, out, err = super().result()
+        return Output(self.argv).result() if status and "volume already exists" in err else (status, out, err)
+
+
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed. Raises SandboxError."""
     spec = spec_of(config)
@@ -1190,8 +1202,8 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     session = Session(name, "running", labels)
     status = 1
     try:
-        proxy = Output(proxy_argv(engine, session, spec)) if session.proxy else None
-        status, out, err = Output(create_argv(engine, name, spec, labels)).result()
+        proxy = Created(proxy_argv(engine, session, spec)) if session.proxy else None
+        status, out, err = Created(create_argv(engine, name, spec, labels)).result()
         if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
             status, out, err = ended
     finally:
