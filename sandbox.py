@@ -321,7 +321,7 @@ def a_rule(value: Any) -> str:
     what = "<host>[:<port>]: a name, *.name for what is below it, or an address; no http://, no path"
     text = a_string(value).lower()
     text = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
-    label = r"[a-z0-9_]([\w-]*\w)?"
+    label = r"[a-z0-9_]([\w-]{0,61}\w)?"
     found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?", text, re.ASCII)
     host, port = (canonical_host(found[1]), found.groups()[-1]) if found else ("", None)
     if not host or int(port or 1) > 65535:
@@ -1182,6 +1182,18 @@ def check_spec(spec: Mapping[str, Any]) -> None:
             raise SandboxError(f"a mount would cover the container's {target}", "choose another path (--cp, -v)", 125)
 
 
+class Created(Output):
+    """A container that is being created: of two that share a new volume podman lets one fail, which tries again."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        super().__init__(argv)
+        self.argv = argv
+
+    def result(self) -> tuple[int, str, str]:
+        status, out, err = super().result()
+        return Output(self.argv).result() if status and "volume already exists" in err else (status, out, err)
+
+
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed. Raises SandboxError."""
     spec = spec_of(config)
@@ -1190,8 +1202,8 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     session = Session(name, "running", labels)
     status = 1
     try:
-        proxy = Output(proxy_argv(engine, session, spec)) if session.proxy else None
-        status, out, err = Output(create_argv(engine, name, spec, labels)).result()
+        proxy = Created(proxy_argv(engine, session, spec)) if session.proxy else None
+        status, out, err = Created(create_argv(engine, name, spec, labels)).result()
         if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
             status, out, err = ended
     finally:
@@ -1248,8 +1260,9 @@ def started(engine: Engine, session: Session) -> Session:
         if any(os.path.realpath(path) != path for path in have.get("sources", ())):
             raise SandboxError(f"a mount of {session.name} now leads through a link to another place",
                                f"look at its mounted paths, then: sandbox rm {session.name}", 125)
-        if session.proxy:
-            start_proxy(engine, session)
+        if session.proxy:  # anew, for what has run here may have left it stuck; its rules before anything runs
+            engine.output(*restart_argv(session)).result()
+            set_rules(engine, session, network_of(session, session_config(session)))
         engine.ask("start", session.name)
         session.state = "running"
     return session
@@ -1279,7 +1292,7 @@ def missing_image(engine: Engine, config: Config) -> EngineProblem:
 
 NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
-PROXY_PROGRAM = "/usr/local/lib/sandbox/proxy.py"
+PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
 CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
@@ -1295,14 +1308,19 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
     for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
         argv += ["--label", f"sandbox.{key}={value}"]
     argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e", f"SANDBOX_RULES={json.dumps(spec['network'])}"]
-    return [*argv, "--entrypoint", "python3", spec["image"], PROXY_PROGRAM, "serve"]
+    return [*argv, "--entrypoint", PROXY_PROGRAM[0], spec["image"], *PROXY_PROGRAM[1:], "serve"]
+
+
+def restart_argv(session: Session) -> list[str]:
+    """The engine's arguments that start the proxy of a session, and end it before where it runs."""
+    return ["restart", "-t", "1", session.proxy]
 
 
 def set_argv(session: Session, network: Any) -> list[str]:
     """The engine's arguments that give the proxy its rules."""
     import json
 
-    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, "python3", PROXY_PROGRAM, "set"]
+    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, *PROXY_PROGRAM, "set"]
 
 
 def set_rules(engine: Engine, session: Session, network: Any) -> None:
@@ -1349,6 +1367,8 @@ def remove_proxy(engine: Engine, session: Session) -> None:
 def network_of(session: Session, config: Config) -> Any:
     """The rules that hold for a session with an allowlist: configured now, or those it was created with."""
     network = config.get("network")
+    if network == "none":
+        return {"allow": []}
     return network if isinstance(network, dict) else session.created()[0]["network"]
 
 
@@ -1375,6 +1395,8 @@ class Request:
             self.looked = look or not known
             engine, self.session = known if known and not look else find_session(self.engines, self.name)
             self.engines = [engine]
+            if known and not self.session and self.config.source("network") == "default":
+                check_gone(known[1])
         if self.session:
             self.adopt(self.session, data)
         else:
@@ -1397,6 +1419,7 @@ class Request:
                 say(f"{session.name} works on {have['directory']}; {self.spec['directory']} is not mounted in it")
             self.spec.update({key: have[key] for key in ("directory", "workdir")})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
+        check_isolation(session, have.get("network"), self.spec["network"])
         for line in (lines := differences(have, self.spec)):
             say(f"{session.name} differs from what is asked for: {line}")
         if lines:
@@ -1415,6 +1438,22 @@ class Request:
     @property
     def agent(self) -> str:
         return self.config.get("yolo") or agent_of(self.base())
+
+
+def check_isolation(session: Session, have: Any, want: Any) -> None:
+    """Raise SandboxError when a session's network is open and it is not to be: a line that is said may not be read."""
+    if have in ("open", "host") and want not in ("open", "host"):
+        raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
+                           f"sandbox rm {session.name}, then run this again; or --net {have} to go on as it is", 125)
+
+
+def check_gone(session: Session) -> None:
+    """Raise SandboxError when a session that was removed by other hands had no open network: its flags went with it."""
+    network = session.labels.get("sandbox.network")
+    if network in ("allow", "none"):
+        had = "an allowlist" if network == "allow" else "none"
+        raise SandboxError(f"the container {session.name} is gone, and its network was {had}",
+                           "say what it is to be now: --allow HOST, --net none or --net open", 125)
 
 
 def within(path: str, folder: str) -> str | None:
@@ -1816,13 +1855,14 @@ def put_rules(engine: Engine, session: Session, request: Request, start: bool) -
     """Put an existing session's rules in force; those that --allow has added stay. False where its proxy is down."""
     if not session.proxy:
         return True
-    network = network_of(session, request.config)
-    if start:
-        set_rules(engine, session, network)
-    elif engine.output(*set_argv(session, network)).result()[0]:
-        return False
-    if isinstance(request.flags.values.get("network"), dict):
-        write_settings(session.name, read_settings(session.name) | {"network": network})
+    with settings_locked(session.name):  # and read again: somebody may have changed them
+        network = network_of(session, session_config(session, None, request.flags, request.args.profile))
+        if start:
+            set_rules(engine, session, network)
+        elif engine.output(*set_argv(session, network)).result()[0]:
+            return False
+        if isinstance(request.flags.values.get("network"), dict):
+            write_settings(session.name, read_settings(session.name) | {"network": network})
     return True
 
 
@@ -1991,6 +2031,23 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
     write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
+@contextmanager
+def settings_locked(name: str) -> Iterator[None]:
+    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
+    import fcntl
+
+    path = f"{settings_path(name)}.lock"
+    try:
+        for folder in (sandbox_home(), os.path.dirname(path)):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise SandboxError(f"{path}: {error.strerror}", "make room or correct the permissions") from None
+    with open(lock, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
     """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
     return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
@@ -2015,8 +2072,9 @@ def jobs_path(name: str) -> str:
 
 def forget_files(name: str) -> None:
     """Remove what the web service keeps for a session."""
-    with suppress(OSError):
-        os.unlink(settings_path(name))
+    for path in (settings_path(name), f"{settings_path(name)}.lock"):
+        with suppress(OSError):
+            os.unlink(path)
     if os.path.isdir(jobs_path(name)):
         remove_tree(jobs_path(name))
 
@@ -2162,7 +2220,7 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def check_host(engine: Engine, session: Session, host: str) -> int:
     """Print the proxy's decision about a host; 0 when it is allowed."""
-    status, out, err = engine.output("exec", session.proxy, "python3", PROXY_PROGRAM, "check", host).result()
+    status, out, err = engine.output("exec", session.proxy, *PROXY_PROGRAM, "check", host).result()
     if not out:
         raise failure(engine.name, err)
     print(out, end="")
@@ -2171,11 +2229,12 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
 
 def change_rules(engine: Engine, session: Session, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
-    settings = read_settings(session.name)
-    network = with_rules(network_of(session, session_config(session, settings)), rules)
-    write_settings(session.name, settings | {"network": network})
-    if session.state == "running":
-        set_rules(engine, session, network)
+    with settings_locked(session.name):
+        settings = read_settings(session.name)
+        network = with_rules(network_of(session, session_config(session, settings)), rules)
+        write_settings(session.name, settings | {"network": network})
+        if session.state == "running":
+            set_rules(engine, session, network)
     return network
 
 
@@ -2264,7 +2323,7 @@ def show_command(args: argparse.Namespace) -> int:
         calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
         if session.proxy:
             rules = set_argv(session, network_of(session, request.config))
-            calls = [*([[engine.name, "start", session.proxy]] if calls else []), *calls, [engine.name, *rules]]
+            calls = [*([[engine.name, *restart_argv(session)]] if calls else []), [engine.name, *rules], *calls]
     else:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))

@@ -1072,7 +1072,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
     """Change settings: a key that is left out stays, null takes it back to what is configured."""
     data = request.json()
     engine, session = find(params["session"])
-    with SETTINGS_LOCK:
+    with sandbox.settings_locked(session.name):
         settings = checked_settings(data, read_settings(session.name))
         config = session_config(session, settings)
         with as_request_error():
@@ -1082,9 +1082,6 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
     return settings_answer(session)
-
-
-SETTINGS_LOCK = threading.Lock()
 
 
 def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
@@ -1122,8 +1119,7 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
         raise WebError("bad_request", "the host is missing", "give allow or deny: <host>[:<port>]")
     checked = Layer({"network": {"allow": [], **rules}}, "", 2).values["network"]
     engine, session = find_allowlist(params["session"])
-    with SETTINGS_LOCK:
-        return json_answer(sandbox.change_rules(engine, session, checked))
+    return json_answer(sandbox.change_rules(engine, session, checked))
 
 
 def get_decisions(app: App, _request: Request, params: Params) -> Stream:
@@ -2336,7 +2332,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app = App(address, config, tls is not None)
     share_one_heap()
     threading.stack_size(STACK_BYTES)
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
     try:
         server = Server(address, app, tls)
     except OSError as error:

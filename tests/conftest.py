@@ -327,13 +327,14 @@ def copy_code(app: Path) -> None:
 
 
 @pytest.fixture(scope="session", params=["docker", "podman", "rootless"])
-def engine(request: pytest.FixtureRequest, area: Path) -> Engine:
+def engine(request: pytest.FixtureRequest, area: Path) -> Iterator[Engine]:
     runtime = "docker" if request.param == "docker" else "podman"
     engine = Engine(request.param, runtime, USER if request.param == "rootless" else "root", area)
     answer = engine.run("image", "inspect", IMAGE)
     if answer.returncode != 0:
         pytest.fail(f"{engine.id} does not answer or lacks {IMAGE}:\n{answer.stderr}")
-    return engine
+    yield engine
+    engine.remove(engine.session_ids())  # of fixtures that have failed
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ agents talk to model_stub.py, which a session without a network starts by itself
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -16,8 +17,13 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, USER, Engine, Result, Terminal, unique_name, write_config
+from network import Guarded
+from outside import PUBLIC
 from service import Service
 from test_engines import container_names
+
+from sandbox import AGENTS
+from sandbox import SHORTCUTS as AGENT_OF
 
 BUILD = ("build", "--iv", "1.0", "--iba", "TOOL=common")
 IMAGE = "localhost/sandbox:1.0-common"
@@ -379,3 +385,103 @@ def test_packages_can_be_installed(session: Session) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     found = session.run("-x", "stat -c '%U %G %a' /usr/share/tiny/theirs; cat /tmp/tiny; sudo apt-get purge -y tiny")
     assert found.stdout.startswith("tiny games 4750\ntiny\n") and found.returncode == 0, found.stdout + found.stderr
+
+
+# --- Through the network proxy ---
+
+MODEL = "model.test:8090"
+
+
+@pytest.fixture(scope="module")
+def guarded(engine: Engine, image: str) -> Iterator[Guarded]:
+    """A session of an ordinary user that can reach the model and api.test, and nothing else."""
+    env_file = engine.directory() / "stub.env"
+    env_file.write_text(ENV_FILE.replace(STUB, f"http://{MODEL}"))
+    env_file.chmod(0o644)
+    session = Guarded(engine, MODEL, "127.0.0.1:8090", "api.test", "private.test", user=USER,
+                      imageName=IMAGE.partition(":")[0], envFile=[str(env_file)])  # fmt: skip
+    assert session.outside
+    shutil.copy(ROOT / "tests" / "model_stub.py", session.outside.directory)
+    session.outside.start("python3", f"{session.outside.directory}/model_stub.py", "8090")
+    ready = session.run(f"curl -s --retry 50 --retry-all-errors --retry-delay 1 http://{MODEL}")
+    assert ready.returncode == 0, ready.stderr
+    yield session
+    session.end()
+
+
+@on_docker
+@each_agent
+def test_an_agent_reaches_its_model_through_the_proxy(guarded: Guarded, agent: str) -> None:
+    prompt = f"say it's {unique_name()}"
+    words = ("run", "-n", guarded.name, "-y", agent, "--", *ONCE[agent].split(), prompt)
+    answer = guarded.engine.sandbox(*words, **guarded.where)
+    assert answer.returncode == 0 and f"pong {prompt}" in answer.stdout, answer.stdout + answer.stderr
+
+
+@on_docker
+@each_agent
+def test_an_agent_tells_that_its_model_was_refused(guarded: Guarded, agent: str) -> None:
+    assert guarded.net("deny", MODEL).returncode == 0
+    command = shlex.join([*AGENTS[AGENT_OF[agent]].yolo, *ONCE[agent].split(), "say nothing"])
+    try:
+        answer = guarded.run(f"timeout {20 if agent == 'gm' else 100} {command} 2>&1")  # Gemini tries for minutes
+    finally:
+        assert guarded.net("allow", MODEL).returncode == 0
+    assert answer.returncode != 0 and "pong" not in answer.stdout
+    assert f"{guarded.name} was refused model.test port 8090: a rule denies it" in answer.stderr
+    told = "fetch failed" if agent == "gm" else f"sandbox net allow {guarded.name} {MODEL}"
+    assert told in answer.stdout or "403" in answer.stdout, answer.stdout
+
+
+@on_docker
+@pytest.mark.parametrize("command", ["", "sudo "])
+def test_there_is_no_way_around_for_sudo(guarded: Guarded, command: str) -> None:
+    shutil.copy(ROOT / "tests" / "probe.py", guarded.project)
+    answer = guarded.run(f"{command}python3 probe.py '{json.dumps({'api': PUBLIC, 'own': ['172.17.0.1']})}'")
+    assert answer.returncode == 0, answer.stderr
+    tried = json.loads(answer.stdout)
+    assert len(tried) > 100 and [row for row in tried if row[1] not in row[2].split("|")] == []
+
+
+# What each program fetches with no variable set, from a host that is allowed and from one that is not.
+FETCH = {
+    "git": "git clone -q http://{host}/files/repo.git /tmp/{host}.git && cat /tmp/{host}.git/fetched",
+    "apt": "o='-o Dir::Etc::sourcelist=/tmp/list -o Dir::Etc::sourceparts=-'; "
+           "echo 'deb [trusted=yes] http://{host}/files/apt ./' >/tmp/list; "
+           "sudo apt-get update $o; apt-cache $o policy fetched",
+    "npm": "npm view fetched name --registry http://{host}/files/npm/",
+}  # fmt: skip
+
+
+@on_docker
+@pytest.mark.parametrize("program", FETCH)
+def test_programs_go_through_the_proxy_without_its_variables(guarded: Guarded, program: str) -> None:
+    clean = "env -i HOME=$HOME PATH=$PATH sh -c"
+    assert guarded.outside
+    make_files(guarded.outside.directory / "files")
+    good = guarded.run(f"{clean} {shlex.quote(FETCH[program].format(host='api.test'))}")
+    assert "fetched" in good.stdout, good.stdout + good.stderr
+    bad = guarded.run(f"{clean} {shlex.quote(FETCH[program].format(host='other.test'))}")
+    said = "".join(line for line in bad.stderr.splitlines() if not line.startswith("sandbox: "))
+    assert "403" in said or "sandbox net allow" in said, bad.stdout + bad.stderr
+    assert guarded.run("cat /etc/pip.conf").stdout == "[global]\nproxy = http://127.0.0.1:3128\n"
+
+
+def make_files(files: Path) -> None:
+    """A repository for git, apt and npm each, with something that is called fetched."""
+    if files.exists():
+        return
+    work = files / "work"
+    for folder in ("apt", "npm", "work"):
+        (files / folder).mkdir(parents=True)
+    (work / "fetched").write_text("fetched\n")
+    identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "Add it"]):
+        subprocess.run(["git", *words], cwd=work, check=True)
+    subprocess.run(["git", "clone", "-q", "--bare", work, files / "repo.git"], check=True)
+    subprocess.run(["git", "update-server-info"], cwd=files / "repo.git", check=True)
+    (files / "apt" / "Packages").write_text(CONTROL.replace("tiny", "fetched") + "Filename: ./fetched.deb\nSize: 1\n")
+    versions = {"1.0.0": {"name": "fetched", "version": "1.0.0"}}
+    (files / "npm" / "fetched").write_text(
+        json.dumps({"name": "fetched", "dist-tags": {"latest": "1.0.0"}, "versions": versions})
+    )

@@ -411,7 +411,8 @@ BAD: dict[str, list[Any]] = {
     "cpus": [0, -1, "", "x", "nan", "inf", 1e9, True, "1_0", [], "1" * 5000],
     "pidsLimit": [0, -1, 1.5, "1.0", "", True, "²", "1" * 5000, 10**30],
     "command": ["", " \n", [], [""], ["", "x"], ["a", 1], ["a\0"], {}],
-    "network": ["", "bridge", {}, {"allow": "x"}, {"allow": [""]}, {"allow": [1]}, {"allow": [], "refuse": []}],
+    "network": ["", "bridge", {}, {"allow": "x"}, {"allow": [""]}, {"allow": [1]}, {"allow": [], "refuse": []},
+                {"allow": ["a" * 64 + ".example.org"]}],
     "yolo": ["", "C", "agent-e", [], {}],
     "serverUser": ["", 7],
 }

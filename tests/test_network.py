@@ -1,5 +1,8 @@
 """Network allowlists on real engines. The outside is a container in the network namespace of a session's proxy."""
 
+import concurrent.futures
+import http.client
+import itertools
 import json
 import os
 import re
@@ -8,12 +11,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import IMAGE, IMAGE_VERSION, ROOT, TOKEN, Engine, unique_name, write_config
-from network import LOCAL, Guarded, inspected, left_of, shown_network
+from network import LOCAL, Guarded, inspected, left_of, proxy_of, shown_network
 from outside import PUBLIC
-from service import wait_for
+from service import Service, wait_for
 from test_engines import container_names
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
@@ -131,7 +135,7 @@ def neighbour(engine: Engine) -> Iterator[Path]:
 
 LISTEN = """
 import socket
-listeners = [socket.create_server(("", port)) for port in (80, 8080, 9999)] + [socket.socket(socket.AF_UNIX)]
+listeners = [socket.create_server(("", port)) for port in (8080, 9999)] + [socket.socket(socket.AF_UNIX)]
 listeners[-1].bind("\\0neighbour")
 listeners[-1].listen()
 import select
@@ -349,9 +353,12 @@ def test_without_a_proxy_no_session(
 # --- Nothing stays ---
 
 
+SESSION_ID = re.compile(r"sandbox\.session=([0-9a-f]{10})")
+
+
 def leftovers(engine: Engine, trace: str) -> list[str]:
     """What is there of the one session that a command has tried to make, from its SANDBOX_TRACE."""
-    (id,) = set(re.findall(r"sandbox\.session=([0-9a-f]{10})", trace))
+    (id,) = set(SESSION_ID.findall(trace))
     return left_of(engine, id)
 
 
@@ -367,6 +374,16 @@ def test_nothing_stays_of_a_session(engine: Engine, project: Path, home: Path, n
     assert len(leftovers(engine, made.stderr)) == 3
     assert engine.sandbox("rm", name).returncode == 0
     assert leftovers(engine, made.stderr) == []
+
+
+def test_runs_racing_for_one_name_share_one_proxy(engine: Engine, project: Path, home: Path, name: str) -> None:
+    flags = ("-n", name, "--allow", "127.0.0.1", "-x", "hostname")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(engine.sandbox, "run", *flags, env={"SANDBOX_TRACE": "1"}) for _ in range(3)]
+        results = [run.result() for run in runs]
+    assert [r.returncode for r in results] == [0] * 3 and len({r.stdout for r in results}) == 1
+    left = [left_of(engine, id) for r in results for id in set(SESSION_ID.findall(r.stderr))]
+    assert sorted(map(len, left))[-1] == 3 and sum(map(len, left)) == 3
 
 
 def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home: Path, name: str) -> None:
@@ -395,3 +412,183 @@ def kill_while_it_creates(engine: Engine, name: str, seconds: float) -> str:
         label = next(line for line in run.stderr if "--label sandbox.proxy" in line)
         time.sleep(seconds)
         return label
+
+
+# --- Commands for a shell, and the web service ---
+
+
+def test_the_printed_commands_make_a_working_session(engine: Engine, project: Path, home: Path, name: str) -> None:
+    ask = "printf 'GET http://127.0.0.7/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 | head -n 1"
+    flags = ("-n", name, "--allow", "127.0.0.7", "-x", ask)
+    for _ in range(2):  # of a new session, and of one that is there
+        lines = engine.sandbox("config", "command", *flags).stdout
+        script = subprocess.run(
+            ["sh", "-ec", lines], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **engine.where()
+        )
+        assert script.stdout == "HTTP/1.1 502 Bad Gateway\n", lines + script.stderr
+        assert shown_network(engine, name) == "allow"
+    assert engine.sandbox("run", *flags).stdout == script.stdout
+
+
+@docker_only
+def test_the_web_service_shows_and_changes_rules(service: Service, name: str) -> None:
+    service.create(name, network={"allow": ["127.0.0.1"]})
+    service.create(f"{name}-open")
+    path = f"/api/sessions/{name}"
+    assert service.get(f"{path}/network").json == {"allow": ["127.0.0.1"]}
+    events = decisions(service, name)
+    assert asked(service, name) == ["502", "403", "403"]
+    assert [(row["host"], row["verdict"]) for row in itertools.islice(events, 3)] == [
+        ("127.0.0.1", "allow"), ("127.0.0.2", "deny"), ("127.0.0.3", "deny")]  # fmt: skip
+
+    rules = service.post(f"{path}/network", {"allow": "127.0.0.2"})
+    assert (rules.status, rules.json) == (200, {"allow": ["127.0.0.1", "127.0.0.2"]})
+    assert asked(service, name) == ["502", "502", "403"]
+    assert service.post(f"{path}/network", {"deny": "127.0.0.1"}).json == {
+        "allow": ["127.0.0.2"], "deny": ["127.0.0.1"]}  # fmt: skip
+    assert asked(service, name) == ["403", "502", "403"]
+    put = service.post(f"{path}/settings", {"network": {"allow": ["127.0.0.3:80"]}}, method="PUT")
+    assert put.status == 200 and put.json["effective"]["network"] == {"allow": ["127.0.0.3:80"]}
+    assert asked(service, name) == ["403", "403", "502"]
+    assert next(row for row in events if row["rule"] == "127.0.0.3:80")["verdict"] == "allow"
+
+    assert [row_of(service, n)["network"] for n in (name, f"{name}-open")] == ["allow", "open"]
+    engine = service.engine
+    engine.run("kill", proxy_of(engine, name))
+    wait_for(lambda: row_of(service, name)["network"] == "cut")
+    assert asked(service, name) == ["", "", ""]
+
+    for action in ("start", "stop", "start"):  # which brings both back
+        assert service.post(f"{path}/{action}").status == 200
+    assert asked(service, name) == ["403", "403", "502"]
+
+    for body in ({}, {"allow": "http://x"}, {"allow": 5}, {"allow": "x", "more": 1}):
+        assert service.post(f"{path}/network", body).status == 400
+    assert service.post(f"{path}-open/network", {"allow": "x"}).status == 409
+    assert service.get(f"{path}-open/network").status == 409
+    put = service.post(f"{path}-open/settings", {"network": {"allow": ["127.0.0.2"]}}, method="PUT")
+    assert put.json["recreate"] == ["network: it has open, asked for is an allowlist"]
+    assert service.post(f"{path}-open/recreate").json["network"] == {"allow": ["127.0.0.2"]}
+    assert asked(service, f"{name}-open") == ["403", "502", "403"]
+    proxy = proxy_of(engine, f"{name}-open")
+    service.post(f"{path}-open/settings", {"network": "none"}, method="PUT")
+    assert service.post(f"{path}-open/recreate").json["network"] == "none"
+    assert left_of(engine, proxy.removeprefix("sandbox-proxy-")) == []
+    trouble = service.post("/api/sessions", {"name": f"{name}-2", "directory": "/tmp", "network": {"allow": ["a b"]}})
+    assert trouble.status == 400 and b"a b" in trouble.body
+
+
+def row_of(service: Service, name: str) -> Any:
+    return next(row for row in service.get("/api/sessions").json if row["name"] == name)
+
+
+def asked(service: Service, name: str) -> list[str]:
+    """The statuses that the proxy gives inside for three addresses."""
+    ask = "printf 'GET http://127.0.0.%s/ HTTP/1.0\\r\\n\\r\\n' $n | nc 127.0.0.1 3128 | head -n 1; echo"
+    job = service.job(name, f"for n in 1 2 3; do {ask}; done")
+    text = "".join(data for kind, data, _ in service.events(job) if kind == "stdout")
+    return [line.strip().split(" ")[1] if line.strip() else "" for line in text.replace("\r\n\n", "\n").splitlines()]
+
+
+def decisions(service: Service, name: str) -> Iterator[Any]:
+    """What the page would show, as it comes."""
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    connection.request("GET", f"/api/sessions/{name}/network/events", headers={"Cookie": service.cookie})
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
+    assert answer.readline() == b": the log\n"
+    return (json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: "))
+
+
+# --- Attacks ---
+
+# Root inside gives the proxy listeners and takes the connections that it has seen coming: its accept() blocks, for
+# good, where the flag that forbids that was cleared meanwhile. Ends when the proxy takes no more.
+FILL_GATES = """
+import contextlib, fcntl, os, signal, socket, threading, time
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):
+        if b"gate" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1)):
+            os.kill(int(pid), signal.SIGKILL)
+def steal(listener):
+    with contextlib.suppress(OSError):
+        listener.accept()
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    with socket.socket(socket.AF_UNIX) as link, socket.create_server(("127.0.0.1", 0)) as listener:
+        link.connect("/run/sandbox-net/proxy.sock")
+        try:
+            socket.send_fds(link, [b"L"], [listener.fileno()])
+            taken = link.recv(1)
+        except OSError:
+            taken = b""
+        if not taken:
+            print("full", flush=True)
+            break
+        for _ in range(100):
+            with socket.create_connection(listener.getsockname()):
+                fcntl.fcntl(listener, fcntl.F_SETFL, fcntl.fcntl(listener, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+                threading.Thread(target=steal, args=(listener,), daemon=True).start()
+    time.sleep(0.2)
+os._exit(0)
+"""
+
+
+@docker_only
+def test_a_session_comes_back_after_its_gates_were_taken(engine: Engine) -> None:
+    with Guarded(engine, LOCAL, outside=False) as session:
+        inside = ["exec", "-i", "--user", "0", session.name, "python3", "-"]
+        assert engine.run(*inside, input=FILL_GATES).stdout == "full\n"
+        engine.run("stop", "-t", "0", session.name)  # and not its proxy
+        assert session.answers(LOCAL) == ["502"]
+
+
+@docker_only
+def test_what_was_denied_while_it_was_stopped_is_denied(service: Service, name: str) -> None:
+    service.create(name, network={"allow": ["127.0.0.1", "127.0.0.2", "127.0.0.3"]})
+    service.post(f"/api/sessions/{name}/stop")
+    assert service.post(f"/api/sessions/{name}/network", {"deny": "127.0.0.2"}).status == 200
+    assert service.post(f"/api/sessions/{name}/start").status == 200
+    assert asked(service, name) == ["502", "403", "502"]
+
+
+@docker_only
+def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine, project: Path, name: str) -> None:
+    run = ["run", "-n", name, "-x", "echo ran"]
+    assert engine.sandbox(*run).stdout == "ran\n"
+    for flags in (["--allow", "api.test"], ["--net", "none"]):
+        answer = engine.sandbox(*run, *flags)
+        assert (answer.returncode, answer.stdout) == (125, "") and f"the network of {name} is open" in answer.stderr
+    assert engine.sandbox(*run, "--net", "open").stdout == "ran\n"
+
+
+@docker_only
+def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, project: Path, name: str) -> None:
+    run = ["run", "-n", name, "-x", "echo ran"]
+    assert engine.sandbox(*run, "--net", "none").stdout == "ran\n"
+    engine.run("rm", "-f", name)
+    answer = engine.sandbox(*run)
+    assert (answer.returncode, answer.stdout) == (125, "") and "is gone, and its network was none" in answer.stderr
+    assert engine.sandbox(*run, "--net", "open").stdout == "ran\n"
+    assert engine.sandbox(*run).stdout == "ran\n"
+
+
+@docker_only
+def test_none_takes_every_rule_away(engine: Engine) -> None:
+    with Guarded(engine, LOCAL, outside=False) as session:
+        assert session.run("true", "--net", "none").returncode == 0
+        assert session.answers(LOCAL) == ["502"]  # which is a run without the flag
+        ask = f"printf 'GET http://{LOCAL}/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 | head -n 1"
+        assert session.run(ask, "--net", "none").stdout.startswith("HTTP/1.1 403 ")
+
+
+@docker_only
+def test_no_rule_is_lost_when_many_are_changed_at_once(engine: Engine) -> None:
+    with Guarded(engine, outside=False, network={"allow": []}) as session:
+        hosts = [f"127.0.0.{number}" for number in range(1, 7)]
+        runs = [engine.popen("run", "-n", session.name, "--allow", host, "-x", "true", **session.where)
+                for host in hosts]  # fmt: skip
+        assert session.net("deny", "127.0.0.9").returncode == 0
+        assert [run.wait() for run in runs] == [0] * len(hosts)
+        rules = session.rules()
+        assert (sorted(rules["allow"]), rules["deny"]) == (hosts, ["127.0.0.9"])

@@ -620,7 +620,7 @@ def test_a_body_that_ends_too_early_is_refused(running: Proxy) -> None:
 def test_a_refusal_says_how_to_allow_it(running: Proxy, line: str, place: str, reason: str, command: str) -> None:
     answer = running.send(f"{line}\r\nHost: {place}\r\n\r\n".encode()).decode()
     head, _, text = answer.partition("\r\n\r\n")
-    assert head.startswith("HTTP/1.1 403 Forbidden\r\nContent-Type: text/plain\r\n")
+    assert head.startswith(f"HTTP/1.1 403 Forbidden: {' '.join(text.split())}\r\nContent-Type: text/plain\r\n")
     assert text == f"sandbox: {reason}\nTo allow it: {command}"
 
 
@@ -759,6 +759,10 @@ WRONG_HELLOS = {
     "other type": with_extensions(sni(b"localhost", kind=1)), "empty list": with_extensions((0, b"\0\0")),
     "NUL": with_extensions(sni(b"localhost\0.org")), "too short": hello_with(b"\x00\x20\0\0"),
     "not ASCII": with_extensions(sni(b"\xe4.org")), "not a ClientHello": hello_with(b"", handshake=2),
+    "an alert before it": b"\x15\x03\x01\0\x02\x01\x5a" + with_extensions(LOCALHOST),
+    "SSLv2's": b"\x80\x1c\x01\x03\x03\0\x03\0\0\0\x10\0\0\x2f" + bytes(16),
+    "any version, another name": b"\x16\0\0" + with_extensions(sni(b"evil.org"))[3:],
+    "escapes": with_extensions(sni(b"\x1b]0;x\x07:1")),
     "empty record": b"\x16\x03\x01\0\0", "long record": b"\x16\x03\x01\xff\xff",
     "no hello at all": b"\x16\x03\x01\0\x04\x01\0\0\0",
     "another record between": b"\x16\x03\x01\0\x05" + with_extensions(LOCALHOST)[5:10] + b"\x17\x03\x03\0\x01x",
@@ -777,7 +781,8 @@ def test_wrong_client_hellos_are_refused(running: Proxy) -> None:
             good = with_extensions((43, b"\x02\x03\x04"), LOCALHOST)
             sock.sendall(good)
             assert read_exactly(sock, len(good)) == good
-    assert [line["verdict"] for line in running.lines()].count("deny") == len(WRONG_HELLOS)
+    denied = [line for line in running.lines() if line["verdict"] == "deny"]
+    assert len(denied) == len(WRONG_HELLOS) and all(line["reason"].isprintable() for line in denied)
 
 
 def test_a_request_in_a_tunnel(running: Proxy) -> None:
@@ -798,8 +803,9 @@ def test_a_request_in_a_tunnel(running: Proxy) -> None:
     b"GET\r/ HTTP/1.1\r\nHost: other\r\n\r\n", b"SSH-2.0-x / HTTP/1.1\r\nHost: other\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /\r\n\r\n",
-    b"get / HTTP/1.1\r\n\r\n",
-])
+    b"get / HTTP/1.1\r\n\r\n", b"G(T / HTTP/1.1\r\nHost: other\r\n\r\n", b"SSH-2.0-x / http/1.1\r\n\r\n",
+    b"SSH-" + b"X" * 300 + b" / HTTP/1.1\r\nHost: other\r\n\r\n", b"X" * 40000 + b" / HTTP/1.1\r\nHost: other\r\n\r\n",
+], ids=lambda data: repr(data[:40]))
 @pytest.mark.parametrize("step", [1, 1000])
 def test_no_other_host_slips_through_a_tunnel(running: Proxy, data: bytes, step: int) -> None:
     with Sink() as outside:
@@ -829,8 +835,7 @@ def test_a_server_that_speaks_first(running: Proxy) -> None:
 
 @pytest.mark.parametrize("data", [
     b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n", b"\0\0\0\x08\x04\xd2\x16\x2f", b"*1\r\n$4\r\nPING\r\n", b"PING\r\n",
-    b"\x16\x02ab",
-    b"{\"json\": 1}\n", b"\xff\xfe",
+    b"\x13\x02ab", b"{\"json\":1}\n", b"\xff\xfb\x1f", b"\xff\xfd\x01\xff",
 ])
 @pytest.mark.parametrize("step", [1, 1000])
 def test_other_protocols_are_relayed_as_they_are(running: Proxy, data: bytes, step: int) -> None:

@@ -48,9 +48,11 @@ TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"+) ([!-~]+) HTTP/1\.([01])")
 HEADER = re.compile(rb"(" + TOKEN + rb"+):[ \t]*([\t -~\x80-\xff]*)")
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~]*)?")
-# What some server might read as the start of a request, and what may still become that.
-HTTP_LIKE = re.compile(rb"[\r\n]|" + TOKEN + rb"*(?:[\t\x0b\x0c\x1c-\x20\x85\xa0]|\r[^\n])")
-UNDECIDED = re.compile(rb"(?:" + TOKEN + rb"*\r?|\x16)")
+# What some server might read as the start of a request or of a TLS handshake (a record of any type and version, or
+# SSLv2's hello, which names no host), and what may still become that.
+HTTP_LIKE = re.compile(rb"[\r\n]|[!-~]*(?:[\t\x0b\x0c\x1c-\x20\x85\xa0]|\r[^\n])")
+TLS_LIKE = re.compile(rb"[\x14-\x18]|[\x80-\xff].\x01[\0-\x03]", re.DOTALL)
+UNDECIDED = re.compile(rb"[!-~]*\r?|[\x80-\xff](?:.\x01?)?", re.DOTALL)
 LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # with such a last label, a C library reads a name as an address
 UNNAMED_ALERT = b"\x15\x03\x03\x00\x02\x02\x70"  # TLS: fatal, unrecognized_name
@@ -72,7 +74,7 @@ def packed(text: str) -> bytes:
     try:
         data = socket.inet_pton(socket.AF_INET6 if ":" in text else socket.AF_INET, text)
     except OSError:
-        raise ValueError(f"{text} is not an address") from None
+        raise ValueError(f"{clean(text)} is not an address") from None
     return data[12:] if data[:12] == bytes(10) + b"\xff\xff" else data
 
 
@@ -661,14 +663,16 @@ def tunnelled_request(client: socket.socket, data: bytes, server: socket.socket,
 
 def kind_of(data: bytes) -> str:
     """tls, http or plain; empty while that is open."""
-    if data.startswith(b"\x16\x03"):
+    if TLS_LIKE.match(data):
         return "tls"
     if data.startswith(b"SSH-"):  # a greeting with a blank, and no server may take it for a request
         line, end, _ = data.partition(b"\n")
-        return "http" if b"HTTP/" in line else "plain" if end or len(line) > 255 else ""
+        return "http" if b"HTTP/" in line.upper() or len(line) > 255 else "plain" if end else ""
     if HTTP_LIKE.match(data):
         return "http"
-    return "" if UNDECIDED.fullmatch(data) and len(data) < HELLO_BYTES else "plain"
+    if UNDECIDED.fullmatch(data):
+        return "" if len(data) < HELLO_BYTES else "http"
+    return "plain"
 
 
 def first_bytes(client: socket.socket, server: socket.socket, data: bytes) -> tuple[str, bytes]:
@@ -803,10 +807,13 @@ REASONS = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway", 503: "Servi
 
 def say(client: socket.socket, answer: Answer) -> None:
     if answer.status:
-        body = str(answer).encode()
+        body, reason = str(answer).encode(), REASONS[answer.status]
+        if answer.status == 403:  # after a CONNECT most programs show this line and not the text
+            reason += ": " + " ".join(str(answer).split())
+        head = (f"HTTP/1.1 {answer.status} {reason}\r\nContent-Type: text/plain\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
         client.settimeout(HEAD_SECONDS)
-        client.sendall(f"HTTP/1.1 {answer.status} {REASONS[answer.status]}\r\nContent-Type: text/plain\r\n"
-                       f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        client.sendall(head.encode("ascii", "replace") + body)
 
 
 def hang_up(client: socket.socket) -> None:

@@ -16,7 +16,7 @@ fi
 if [ -n "$SANDBOX_PROXY" ]; then
   program=/usr/local/lib/sandbox/proxy.py
   [ -f $program ] || { echo "sandbox: this image has no $program: build it again (sandbox build)" >&2; exit 1; }
-  python3 $program gate || exit 1
+  python3 -I -S $program gate || exit 1
   [ ! -d /etc/apt/apt.conf.d ] ||
     echo "Acquire { http::Proxy \"$SANDBOX_PROXY\"; https::Proxy \"$SANDBOX_PROXY\"; };" >/etc/apt/apt.conf.d/99sandbox
   ! command -v git >/dev/null || git config --system http.proxy "$SANDBOX_PROXY"
