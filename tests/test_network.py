@@ -388,7 +388,7 @@ def test_runs_racing_for_one_name_share_one_proxy(engine: Engine, project: Path,
 
 def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home: Path, name: str) -> None:
     kept = engine.sandbox("run", "-n", f"{name}-kept", "--allow", "api.test", "-x", "true", env={"SANDBOX_TRACE": "1"})
-    traces = [kill_while_it_creates(engine, f"{name}-{number}", 0.15 * number) for number in range(4)]
+    traces = [kill_while_it_creates(engine, f"{name}-{number}", 0.3 * number) for number in range(2)]
     for row in json.loads(engine.sandbox("ps", "--json").stdout):
         if row["name"].startswith(f"{name}-") and row["name"] != f"{name}-kept":
             engine.run("rm", "-f", row["name"])  # a session whose container went by other hands leaves most
