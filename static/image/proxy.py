@@ -17,6 +17,7 @@ Exit codes: 0; 1 failed, or refused (check); 2 usage.
 """
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -39,6 +40,7 @@ DEFAULT_PORTS = (443, 80)
 
 GATES, CONNECTIONS, OVERFLOW, LOOKUPS = 4, 512, 64, 64
 HEAD_BYTES, LINE_BYTES, HELLO_BYTES, BUFFER_BYTES = 64 * 1024, 4096, 32 * 1024, 128 * 1024
+LONG_BYTES, SPLICE_BYTES = 1024 * 1024, 1024 * 1024
 STACK_BYTES, FILES, BACKLOG, IDLE_BUFFERS = 256 * 1024, 4096, 256, 8
 HEAD_SECONDS, RESOLVE_SECONDS, CONNECT_SECONDS, LINGER_SECONDS = 10, 10, 10, 2
 IDLE_SECONDS, TOTAL_SECONDS = 15 * 60, 24 * 60 * 60
@@ -500,34 +502,70 @@ BUFFERS: list[mmap.mmap] = []  # not from the heap, which would keep what two hu
 
 
 class Pipe:
-    """One direction. It holds at most one buffer, and none while nothing waits to be sent."""
+    """One direction. It holds at most one buffer, and none while nothing waits to be sent.
+
+    What is long goes through a pipe of the kernel's, which hands on pages and copies nothing.
+    """
 
     def __init__(self, source: socket.socket, sink: socket.socket, data: bytes, body: Body | None = None) -> None:
         self.source, self.sink, self.body = source, sink, body
         self.data, self.open, self.moved = memoryview(data), True, 0
         self.buffer: mmap.mmap | None = None
+        self.ends, self.inside = (-1, -1), 0  # of the kernel's pipe, and how many bytes are in it
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something that the sink is to take."""
+        return bool(self.data) or self.inside > 0
 
     def wants(self) -> int:
         """The events to wait for at the source; after a request's body only its end."""
-        if not self.open or self.data:
+        if not self.open or self.waits:
             return 0
         return select.POLLRDHUP if self.body and self.body.done else select.POLLIN
 
     def move(self) -> None:
         """Relay until one side would block, or for a while. Raises OSError, and Answer for a wrong body."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             for _ in range(32):
-                if not self.data and not self.fill():
+                if not (self.splice() if self.is_long() else self.send()):
                     break
-                sent = self.sink.send(self.data)
-                self.moved += sent
-                self.data = self.data[sent:]
-        except BlockingIOError:
-            pass
         if self.buffer and not self.data:
             if len(BUFFERS) < IDLE_BUFFERS:
                 BUFFERS.append(self.buffer)
             self.buffer = None
+
+    def is_long(self) -> bool:
+        """Whether the rest goes through the kernel's pipe, which is made where it is missing."""
+        if self.ends == (-1, -1) and self.moved > LONG_BYTES and not self.data and not self.body:
+            with contextlib.suppress(OSError):  # no file descriptors: it goes as it went
+                self.ends = os.pipe()
+                fcntl.fcntl(self.ends[1], fcntl.F_SETPIPE_SZ, SPLICE_BYTES)
+        return self.ends != (-1, -1)
+
+    def splice(self) -> bool:
+        flags = os.SPLICE_F_NONBLOCK
+        if not self.inside:
+            self.inside = os.splice(self.source.fileno(), self.ends[1], SPLICE_BYTES, flags=flags) if self.open else 0
+        if not self.inside:
+            return self.open and self.end()
+        sent = os.splice(self.ends[0], self.sink.fileno(), self.inside, flags=flags)
+        self.inside -= sent
+        self.moved += sent
+        return True
+
+    def send(self) -> bool:
+        if not self.data and not self.fill():
+            return False
+        sent = self.sink.send(self.data)
+        self.moved += sent
+        self.data = self.data[sent:]
+        return True
+
+    def close(self) -> None:
+        for fd in self.ends:
+            if fd >= 0:
+                os.close(fd)
 
     def fill(self) -> bool:
         if not self.open or self.body and self.body.done:
@@ -562,6 +600,9 @@ def pump(up: Pipe, down: Pipe, both: bool) -> None:
         for sock in (up.source, up.sink):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         raise
+    finally:
+        up.close()
+        down.close()
 
 
 def relay(up: Pipe, down: Pipe, both: bool) -> None:
@@ -570,9 +611,9 @@ def relay(up: Pipe, down: Pipe, both: bool) -> None:
     server.setblocking(False)
     poll, waiting = select.poll(), {client: 0, server: 0}
     end = time.monotonic() + TOTAL_SECONDS
-    while down.open or down.data or both and (up.open or up.data):
+    while down.open or down.waits or both and (up.open or up.waits):
         for sock, source, sink in ((client, up, down), (server, down, up)):
-            mask = source.wants() | (select.POLLOUT if sink.data else 0)
+            mask = source.wants() | (select.POLLOUT if sink.waits else 0)
             if mask != waiting[sock]:
                 poll.register(sock, mask) if mask else poll.unregister(sock)
                 waiting[sock] = mask
@@ -581,8 +622,8 @@ def relay(up: Pipe, down: Pipe, both: bool) -> None:
         if not ready:
             return
         for pipe in (up, down):
-            event = ready.get((pipe.sink if pipe.data else pipe.source).fileno(), 0)
-            if event & ~(select.POLLIN | select.POLLRDHUP if pipe.data else select.POLLOUT):
+            event = ready.get((pipe.sink if pipe.waits else pipe.source).fileno(), 0)
+            if event & ~(select.POLLIN | select.POLLRDHUP if pipe.waits else select.POLLOUT):
                 pipe.end() if pipe.wants() == select.POLLRDHUP else pipe.move()
 
 
