@@ -319,6 +319,7 @@ def texts(blocks: list[dict[str, Any]]) -> list[str]:
     return [block["text"] for block in blocks if block["kind"] == "text"]
 
 
+@on_docker
 @each_agent
 def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, service: Service, name: str,
                                                     agent: str) -> None:
