@@ -363,8 +363,9 @@ def test_a_full_disk_is_said_and_the_status_is_there(service: Service, name: str
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All but the server's own, which come when it has started."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "web")
+    """All but locks and the server's own, which come when it has started."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "web")
+    return [path for path in files if path.suffix != ".lock"]
 
 
 @docker_only
