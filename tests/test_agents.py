@@ -192,6 +192,7 @@ def test_update_agents_begins_with_the_agents_layer(engine: Engine, image: str, 
     assert image_id(engine) == before
 
 
+@on_docker
 def test_the_image_trusts_debians_certificate_authorities_only(session: Session) -> None:
     pem = "cat {} | grep -v -e '^#' -e '^$' | tr -d '\\n' | sed 's/-----END CERTIFICATE-----/&\\n/g' | sort"
     trusted = session.run("-x", pem.format("/etc/ssl/certs/ca-certificates.crt")).stdout
@@ -207,6 +208,7 @@ def test_the_image_trusts_debians_certificate_authorities_only(session: Session)
 # --- Agents without a terminal ---
 
 
+@on_docker
 def test_every_shortcut_and_role_name_starts_its_agent(session: Session) -> None:
     versions = {}
     for role, shortcuts in SHORTCUTS.items():
@@ -243,6 +245,7 @@ def owner_of(session: Session) -> set[tuple[int, int]]:
     return {(stat.st_uid, stat.st_gid)}
 
 
+@on_docker
 def test_codex_lists_its_sessions_and_resumes_one(session: Session) -> None:
     words = ONCE["cx"].split()
     session.run("-y", "cx", "--", *words, "the older one")
@@ -255,6 +258,7 @@ def test_codex_lists_its_sessions_and_resumes_one(session: Session) -> None:
 # --- Agents on a terminal ---
 
 
+@on_docker
 @each_agent
 def test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session: Session, agent: str) -> None:
     waiting, again = SCREENS[agent]
