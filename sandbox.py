@@ -1335,14 +1335,22 @@ def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
     return [engine.name, "logs", *options, session.proxy]
 
 
+def decision_of(line: str | bytes) -> Any:
+    """A line of the proxy's log, or None for one that is no decision."""
+    import json
+
+    with suppress(ValueError):
+        data = json.loads(line)
+        return data if isinstance(data, dict) else None
+    return None
+
+
 def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     """A line for each of the hosts that were refused to a session since a time, the first five; programs hide them."""
     if not session.proxy:
         return []
-    import json
-
-    _, out, _ = engine.output(*log_argv(engine, session, "--since", f"{since:.9f}")[1:]).result()
-    entries = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+    _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
+    entries = filter(None, map(decision_of, out.splitlines()))
     denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries if e["verdict"] == "deny")
     return [f"{session.name} was refused {host} port {port}: {reason}; see: sandbox net log {session.name}"
             for host, port, reason in list(denied)[:5]]

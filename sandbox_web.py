@@ -1148,7 +1148,8 @@ def follow_log(sock: socket.socket, argv: Sequence[str], stopping: Callable[[], 
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
-                sock.sendall(b"".join(event_bytes("decision", item) for item in map(decision_of, lines) if item))
+                decisions = filter(None, map(sandbox.decision_of, lines))
+                sock.sendall(b"".join(event_bytes("decision", decision) for decision in decisions))
                 quiet = time.monotonic()
             elif time.monotonic() - quiet > HEARTBEAT_SECONDS:
                 sock.sendall(b": still here\n\n")
@@ -1157,12 +1158,6 @@ def follow_log(sock: socket.socket, argv: Sequence[str], stopping: Callable[[], 
         os.close(out)
         os.kill(pid, signal.SIGTERM)
         sandbox.status_of(pid)
-
-
-def decision_of(line: bytes) -> Any:
-    with suppress(ValueError):
-        return json.loads(line)
-    return None
 
 
 def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
