@@ -150,7 +150,7 @@ def parse_env_file(text: str, source: str) -> dict[str, tuple[str, int]]:
 
     A line is `[export] NAME=value`; `#` starts a comment line. Single quotes keep everything, double
     quotes keep everything but a backslash before `"`, `\\`, `$` or a backtick; no substitution takes
-    place. Only LF ends a line: a carriage return belongs to the value. Raises EnvFileError.
+    place. What shells read in two ways is refused. Only LF ends a line: a carriage return belongs to the value. Raises EnvFileError.
     """
     variables: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -189,7 +189,10 @@ def unquote_env(name: str, rest: str) -> str:
     """The value of a quoted text, with a carriage return right behind the closing quote."""
     mark, value, at = rest[0], "", 1
     while at < len(rest) and rest[at] != mark:
-        if mark == '"' and rest[at] == "\\" and rest[at + 1 : at + 2] in ('"', "\\", "$", "`"):
+        escaped = rest[at + 1 : at + 2] if mark == '"' and rest[at] == "\\" else ""
+        if escaped in ("\x01", "\x7f"):  # bash uses these two internally, and reads them wrongly here
+            raise ValueError(f"the value of {name} has a backslash before a control character")
+        if escaped and escaped in '"\\$`':
             at += 1
         value += rest[at : at + 1]
         at += 1

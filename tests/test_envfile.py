@@ -13,19 +13,20 @@ import sandbox
 Show = Callable[..., tuple[int, str, str]]
 
 SEED = 20240229
+SHELLS = ("dash", "bash")
 CHARACTERS = "aZ09_ \t'\"\\=#~:;&|<>(){}[]*?!%^,.-+@/\r\v\féü漢\u0301\u2028\u3000😀"
-AWKWARD = [*CHARACTERS, "export ", " #", ":~", "{a,b}", "\\\\", '\\"']
+AWKWARD = [*CHARACTERS, "\x01", "\x7f", "export ", " #", ":~", "{a,b}", "\\\\", '\\"']
 
 
 def parse(text: str) -> dict[str, str]:
     return {name: value for name, (value, _) in sandbox.parse_env_file(text, "x.env").items()}
 
 
-def sourced(folder: Path, text: str) -> dict[str, str]:
+def sourced(folder: Path, shell: str, text: str) -> dict[str, str]:
     """The variables named N… that a real shell has after sourcing the text."""
     file = folder / "file.env"
     file.write_bytes(os.fsencode(text))
-    argv = ["sh", "-c", "set -ae; . ./file.env; env -0"]
+    argv = [shell, "-c", "set -ae; . ./file.env; env -0"]
     answer = subprocess.run(argv, cwd=folder, env={"PATH": os.defpath, "HOME": "/nowhere"}, capture_output=True)
     assert (answer.returncode, answer.stderr) == (0, b"")
     pairs = (os.fsdecode(pair).split("=", 1) for pair in answer.stdout.split(b"\0") if pair.startswith(b"N"))
@@ -124,6 +125,8 @@ def test_comments_and_blank_lines_give_nothing_and_the_last_line_wins() -> None:
         "A=#x",
         "A=a\0b",
         'A="a\0b"',
+        'A="a\\\x7fb"',
+        'A="a\\\x01b"',
         "SANDBOX_ENV=x",
         "SANDBOX_EXEC=x",
     ],
@@ -145,16 +148,18 @@ def test_an_error_repeats_nothing_that_may_be_a_secret() -> None:
 # --- Properties ---
 
 
-def test_what_init_quotes_is_read_back_by_us_and_by_a_shell(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", SHELLS)
+def test_what_init_quotes_is_read_back_by_us_and_by_a_shell(tmp_path: Path, shell: str) -> None:
     chance = random.Random(SEED)
     alphabet = [*AWKWARD, "$", "`", "$(id)", "\udcff"]
     values = {f"N{n}": "".join(chance.choices(alphabet, k=chance.randrange(12))) for n in range(3000)}
     text = "".join(f"export {name}={sandbox.env_quote(value)}\n" for name, value in values.items())
     assert parse(text) == values
-    assert sourced(tmp_path, text) == values
+    assert sourced(tmp_path, shell, text) == values
 
 
-def test_any_line_parses_or_is_refused_and_a_shell_agrees_with_what_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", SHELLS)
+def test_any_line_parses_or_is_refused_and_a_shell_agrees_with_what_is_accepted(tmp_path: Path, shell: str) -> None:
     chance = random.Random(SEED)
     accepted: dict[str, str] = {}
     lines, refused = [], 0
@@ -172,7 +177,7 @@ def test_any_line_parses_or_is_refused_and_a_shell_agrees_with_what_is_accepted(
         lines.append(line)
     accepted = {name: value for name, value in accepted.items() if name.startswith("N")}
     assert len(accepted) > 1000 and refused > 1000
-    assert sourced(tmp_path, "\n".join(lines)) == accepted
+    assert sourced(tmp_path, shell, "\n".join(lines)) == accepted
 
 
 def test_garbage_never_ends_in_anything_but_a_refusal() -> None:
