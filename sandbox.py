@@ -150,7 +150,8 @@ def parse_env_file(text: str, source: str) -> dict[str, tuple[str, int]]:
 
     A line is `[export] NAME=value`; `#` starts a comment line. Single quotes keep everything, double
     quotes keep everything but a backslash before `"`, `\\`, `$` or a backtick; no substitution takes
-    place. What shells read in two ways is refused. Only LF ends a line: a carriage return belongs to the value. Raises EnvFileError.
+    place. What shells read in two ways is refused. Only LF ends a line: a carriage return belongs to
+    the value. Raises EnvFileError.
     """
     variables: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -272,10 +273,24 @@ def one_of(known: Iterable[str], what: str) -> Callable[[Any], str]:
     return check
 
 
+def is_exact(path: str) -> bool:
+    """Whether everybody reads a path as we do: strict UTF-8 without control characters.
+
+    Engines are written in Go, which makes U+FFFD of other bytes and "\\n" of "\\r\\n": they would mount
+    another path than the one that was checked.
+    """
+    with suppress(UnicodeEncodeError):
+        path.encode()
+        return not any(c < " " or "\x7f" <= c <= "\x9f" for c in path)
+    return False
+
+
 def an_absolute_path(value: Any) -> str:
     path = os.path.expanduser(a_string(value)) if a_string(value).startswith("~/") else a_string(value)
     if not path.startswith("/"):
         raise ValueError(f"{value!r} is not an absolute path")
+    if not is_exact(path):
+        raise ValueError(f"{value!r} has a control character or a byte that is not UTF-8")
     return "/" + os.path.normpath(path).lstrip("/")  # normpath keeps two leading slashes
 
 
@@ -525,13 +540,20 @@ def read_config() -> dict[str, Any]:
     return data
 
 
+def make_private(folder: str) -> None:
+    """Make a folder and those above it that are missing, all with mode 0700. Raises OSError."""
+    if not os.path.isdir(folder):
+        make_private(os.path.dirname(os.path.abspath(folder)))
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+
+
 def write_private(path: str, text: str) -> None:
     """Write a file with mode 0600 so that a reader sees the old content or the new, never a part."""
     target = os.path.realpath(path)
     temporary = f"{target}.{random_id()}"
     try:
-        for folder in dict.fromkeys((sandbox_home(), os.path.dirname(target))):  # makedirs gives only the last the mode
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+        make_private(os.path.dirname(os.path.abspath(path)))
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(os.fsencode(text))
             file.flush()
@@ -545,7 +567,7 @@ def write_private(path: str, text: str) -> None:
 
 def profile_layer(data: Mapping[str, Any], name: str) -> Layer:
     runs = data.get("runs", {})
-    if name not in runs:
+    if name not in runs or not is_exact(name):  # it becomes a label
         hint = f"the run profiles are {', '.join(runs)}" if runs else f"{config_path()} has none: sandbox init"
         raise SandboxError(f"no run profile {name!r}{nearest(name, runs)}", hint)
     if not isinstance(runs[name], dict):
@@ -580,10 +602,15 @@ def load_config(flags: Layer, profile: str | None = None, session: Sequence[Laye
 
 
 def current_directory() -> str:
+    """Where we are. Raises SandboxError when it is gone, or has a name that engines read in another way."""
     try:
-        return os.getcwd()
+        path = os.getcwd()
     except FileNotFoundError:
         raise SandboxError("the current directory no longer exists", "change to another directory", 125) from None
+    if not is_exact(path):
+        raise SandboxError(f"the current directory {path!r} has a control character or a byte that is not UTF-8",
+                           "rename it: engines would take another one for it", 125)
+    return path
 
 
 def is_secret(name: str, value: object = "") -> bool:
@@ -1032,7 +1059,7 @@ def remember(engine: Engine, session: Session) -> None:
         return
     temporary = memory_path(engine, session.name) + random_id()
     try:
-        os.makedirs(os.path.dirname(temporary), mode=0o700, exist_ok=True)
+        make_private(os.path.dirname(temporary))
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump({"id": session.id, "labels": session.labels}, file)
         os.replace(temporary, memory_path(engine, session.name))
@@ -1057,11 +1084,19 @@ def spec_of(config: Config) -> dict[str, Any]:
     """What a container is created from: the part of the configuration that an existing one cannot change."""
     directory = config.get("hostPath")
     return {
-        "sources": [os.path.realpath(path) for path in (directory, *(v.split(":")[0] for v in config.all("volumes")))],
+        "sources": [resolved(path) for path in (directory, *(v.split(":")[0] for v in config.all("volumes")))],
         "image": config.image, "directory": directory, "workdir": config.get("containerPath") or directory,
         "volumes": config.all("volumes"), "ports": config.all("ports"),
         **{key: config.get(key) for key in ("memory", "cpus", "pidsLimit", "network")},
     }
+
+
+def resolved(path: str) -> str:
+    """The path without links. This is done once for a mount: what is checked is what the engine is given."""
+    try:
+        return os.path.realpath(path)
+    except OSError as error:  # a link became a directory meanwhile
+        raise SandboxError(f"{path}: {error.strerror}", "try again when nobody changes it", 125) from None
 
 
 def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
@@ -1136,7 +1171,49 @@ def create_argv(engine: Engine, name: str, spec: Mapping[str, Any], labels: Mapp
     if volume := Session(name, "", labels).volume:
         argv += ["--volume", f"{volume}:{NET_DIRECTORY}:ro", "-e", f"SANDBOX_PROXY={PROXY_URL}"]
     user = labels["sandbox.user"].split(":")
-    return [*argv, "--entrypoint", "sh", spec["image"], "-c", asset("session/init.sh").decode(), "sandbox", *user]
+    script = asset("session/mounts.sh") + asset("session/init.sh")
+    return [*argv, "--entrypoint", "sh", spec["image"], "-c", script.decode(), "sandbox", *user, *mounts_meant(spec)]
+
+
+def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
+    """The arguments of mounts_are() in static/session/mounts.sh; [] where this system has no mount table.
+
+    The boot id of this machine, then for each mount its device and path there, and its place in the container.
+    """
+    targets = [spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])]
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            arguments = [file.read().strip()]
+        for source, target in zip(spec["sources"], targets, strict=True):
+            arguments += [place_of(source), target]
+    except FileNotFoundError:
+        return []
+    return arguments
+
+
+def place_of(source: str) -> str:
+    """Device and path on it of a resolved path, as the mount table shows a bind mount of it (proc(5), mountinfo).
+
+    "gone" for what is not there, or has become a link: no mount is that.
+    """
+    try:
+        fd = os.open(source, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return "gone"
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+            mount = next(line.split()[1] for line in file if line.startswith("mnt_id:"))
+        if os.readlink(f"/proc/self/fd/{fd}") != source:
+            return "gone"
+    finally:
+        os.close(fd)
+    path = source.replace("\\", "\\134").replace(" ", "\\040")
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for fields in map(str.split, file):
+            if fields[0] == mount:
+                inner = within(path, fields[4]) or ""
+                return f"{fields[2]} {os.path.join(fields[3], inner) if inner else fields[3]}"
+    raise FileNotFoundError(f"no mount {mount}")  # in a root directory that is no mount
 
 
 def engine_sockets() -> list[str]:
@@ -1154,9 +1231,8 @@ def engine_sockets() -> list[str]:
 
 def check_mounts(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when a mount would hand out an engine's socket, or two go to one place."""
-    sources = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
-    for source in sources:
-        real = os.path.realpath(source)
+    paths = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    for source, real in zip(paths, spec["sources"], strict=True):
         for socket in engine_sockets():
             inside = os.path.commonpath([real, socket]) == real and os.path.exists(socket)
             if inside or os.path.basename(real) in ("docker.sock", "podman.sock", "containerd.sock", "crio.sock"):
@@ -1168,7 +1244,7 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
     for target in targets:
         if targets.count(target) > 1:
             raise SandboxError(f"two mounts go to {target}", "keep one of them", 125)
-    if os.path.realpath(spec["directory"]) == os.path.realpath(os.path.expanduser("~")):
+    if spec["sources"][0] == os.path.realpath(os.path.expanduser("~")):
         say(f"the whole home directory {spec['directory']} is mounted: the agent can read every key in it")
 
 
@@ -1183,6 +1259,10 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     for target in (spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])):
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}", "choose another path (--cp, -v)", 125)
+    for source in spec["sources"]:
+        if not is_exact(source):
+            raise SandboxError(f"a mounted path leads to {source!r}, whose name engines read in another way",
+                               "rename it: no control characters, nothing but UTF-8", 125)
 
 
 class Created(Output):
@@ -1197,9 +1277,12 @@ class Created(Output):
         return Output(self.argv).result() if status and "volume already exists" in err else (status, out, err)
 
 
-def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer) -> tuple[Engine, Session]:
-    """Create and start a session and its proxy; what a failed attempt left is removed. Raises SandboxError."""
-    spec = spec_of(config)
+def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
+                   spec: Mapping[str, Any]) -> tuple[Engine, Session]:
+    """Create and start a session and its proxy; what a failed attempt left is removed. Raises SandboxError.
+
+    `spec` is spec_of(config) as it was checked.
+    """
     engine, rootless = pick_engine(engines)
     labels = labels_of(config, flags, spec, container_user(rootless))
     session = Session(name, "running", labels)
@@ -1226,12 +1309,13 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     return engine, session
 
 
-def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer) -> Session:
+def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
+                     spec: Mapping[str, Any]) -> Session:
     """Create a session anew from what is configured now; where that fails the old one is there, stopped."""
     stopped(engine, session)
     engine.ask("rename", session.id, f"{session.name}.{random_id()}")
     try:
-        _, fresh = create_session([engine], session.name, config, flags)
+        _, fresh = create_session([engine], session.name, config, flags, spec)
     except BaseException:
         engine.output("rename", session.id, session.name).result()
         raise
@@ -1260,15 +1344,26 @@ def started(engine: Engine, session: Session) -> Session:
             hint = f"run: {engine.name} unpause {session.name}"
             raise SandboxError(f"the container {session.name} is paused", hint, 125)
         have, _ = session.created()
-        if any(os.path.realpath(path) != path for path in have.get("sources", ())):
-            raise SandboxError(f"a mount of {session.name} now leads through a link to another place",
-                               f"look at its mounted paths, then: sandbox rm {session.name}", 125)
+        if any(resolved(path) != path for path in have.get("sources", ())):
+            raise turned(session)
         if session.proxy:  # anew, for what has run here may have left it stuck; its rules before anything runs
             engine.output(*restart_argv(session)).result()
             set_rules(engine, session, network_of(session, session_config(session)))
         engine.ask("start", session.name)
         session.state = "running"
+        if have.get("sources") and (meant := mounts_meant(have)):
+            call = 'mounts_are "$@" 2>/dev/null'
+            script = asset("session/mounts.sh").decode() + call
+            argv = ["exec", "--user", "0:0", session.name, "sh", "-c", script, "sandbox", *meant]
+            if engine.output(*argv).result()[0]:
+                stopped(engine, session)
+                raise turned(session)
     return session
+
+
+def turned(session: Session) -> SandboxError:
+    return SandboxError(f"a mount of {session.name} now leads through a link to another place",
+                        f"look at its mounted paths, then: sandbox rm {session.name}", 125)
 
 
 def stopped(engine: Engine, session: Session) -> Session:
@@ -1438,7 +1533,7 @@ class Request:
 
     def workdir(self) -> str:
         """The current directory as the container sees it, or the top of what is mounted."""
-        inner = within(os.getcwd(), self.spec["directory"])
+        inner = within(current_directory(), self.spec["directory"])
         return os.path.join(self.spec["workdir"], inner) if inner else str(self.spec["workdir"])
 
     def base(self) -> str | list[str]:
@@ -1617,7 +1712,7 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
     """
     import json
 
-    os.makedirs(folder, mode=0o700)
+    make_private(folder)
     for name, content in (("output", b""), ("runs", b""), ("lock", b""), ("status", b" " * STATUS_BYTES)):
         with open(os.path.join(folder, name), "wb") as file:
             file.write(content)
@@ -1853,7 +1948,8 @@ def open_session(request: Request) -> tuple[Engine, Session, bool]:
         session = started(engine, request.session)
         put_rules(engine, session, request, True)
     else:
-        engine, session = create_session(request.engines, request.name, request.config, request.flags)
+        engine, session = create_session(request.engines, request.name, request.config, request.flags,
+                                         request.spec)
         forget_files(session.name)  # an earlier session's
         fresh = True
     autostart = autostart_argv(engine, session, request) if fresh else []
@@ -2049,8 +2145,7 @@ def settings_locked(name: str) -> Iterator[None]:
 
     path = f"{settings_path(name)}.lock"
     try:
-        for folder in (sandbox_home(), os.path.dirname(path)):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+        make_private(os.path.dirname(path))
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise SandboxError(f"{path}: {error.strerror}", "make room or correct the permissions") from None

@@ -990,7 +990,7 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     sandbox.forget_files(name)  # of one that was removed by other hands
     write_settings(name, settings)
     try:
-        engine, session = sandbox.create_session(engines, name, config, flags)
+        engine, session = sandbox.create_session(engines, name, config, flags, spec)
     except BaseException:
         sandbox.forget_files(name)
         raise
@@ -1005,13 +1005,17 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
     config = session_config(session, flags=Layer(place, ""))
+    spec = sandbox.spec_of(config)
     with as_request_error():
-        sandbox.check_spec(sandbox.spec_of(config))
+        sandbox.check_spec(spec)
+        if spec["sources"] != have.get("sources"):  # a link may have been turned to an engine's socket
+            sandbox.check_mounts(spec)
     if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     try:
-        session = sandbox.recreate_session(engine, session, config, Layer({**kept, **place}, ""))
+        flags = Layer({**kept, **place}, "")
+        session = sandbox.recreate_session(engine, session, config, flags, spec)
     finally:
         app.sessions.changed()
     autostart(engine, session)
@@ -2187,7 +2191,7 @@ class Lock:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.path = f"{web_path(address)}.lock"
-        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        sandbox.make_private(os.path.dirname(self.path))
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
 
     def take(self) -> bool:
@@ -2400,7 +2404,7 @@ def daemon(log_path: str, write: int, run: Callable[[Callable[[str], None]], int
     """The background process: its output goes to the log, what the person must know into the pipe."""
     status = 1
     try:
-        os.makedirs(os.path.dirname(log_path), mode=0o700, exist_ok=True)
+        sandbox.make_private(os.path.dirname(log_path))
         open_log(log_path)
         LOG_PATH.append(log_path)
         null = os.open(os.devnull, os.O_RDONLY)

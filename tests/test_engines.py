@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, Engine, write_config
+from conftest import IMAGE, IMAGE_NAME, PYTHON, Engine, Process, write_config
 
 from sandbox import STALE_STATUS
 
@@ -309,6 +310,87 @@ def test_any_directory_is_mounted_at_the_same_path(engine: Engine, project: Path
     assert answer.stdout == f"{directory}\nyes", answer.stderr
 
 
+def test_no_path_is_mounted_that_engines_read_in_another_way(engine: Engine, project: Path, name: str) -> None:
+    """Go makes U+FFFD of a byte that is not UTF-8, and CSV a line feed of a carriage return with one."""
+    odd, meant = os.fsencode(project) + b"/a\377", project / "a\ufffd"
+    os.mkdir(odd)
+    meant.symlink_to("/")
+    (project / "app").symlink_to(os.fsdecode(odd))
+    (project / "c\r\nd").mkdir()
+    (project / "c\nd").symlink_to("/")
+    (project / "e").symlink_to("c\r\nd")
+    for folder in ("app", "c\r\nd"):
+        answer = engine.sandbox("run", "-n", name, "-x", "ls etc/shadow", cwd=project / folder)
+        assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
+        assert "the current directory" in answer.stderr
+    for flags in (["--hp", "app"], ["--hp", "e"], ["-v", f"{project}/app:/x"], ["-v", f"{project}/e:/x"]):
+        answer = engine.sandbox("run", "-n", name, *flags, "-x", "ls etc/shadow /x/etc/shadow")
+        assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
+        assert "a mounted path leads to" in answer.stderr
+    for flags in (["--hp", os.fsdecode(odd)], ["-v", os.fsdecode(odd) + ":/x"], ["--cp", "/x\x9b"], ["--hp", "c\r\nd"]):
+        answer = engine.sandbox("run", "-n", name, *flags, "-x", "ls")
+        assert (answer.returncode, answer.stdout) == (2, ""), answer.stderr
+        assert "has a control character or a byte that is not UTF-8" in answer.stderr
+    assert name not in container_names(engine)
+    assert engine.sandbox("ps", cwd=project / "app").returncode == 0
+
+
+FLIP = """
+import os, sys
+os.chdir(sys.argv[1])
+while True:
+    os.rename("data", "was")
+    os.symlink("victim", "data")
+    os.unlink("data")
+    os.rename("was", "data")
+"""
+
+
+def test_what_was_mounted_is_what_was_checked(engine: Engine, project: Path, name: str) -> None:
+    """A path that is turned to an engine's socket between the check and the mount: nothing runs there."""
+    for folder in ("data", "victim"):
+        (project / folder).mkdir()
+        os.chown(project / folder, engine.uid, engine.gid)
+    (project / "victim" / "engine").touch()
+    other = "CONTAINER_HOST" if engine.runtime == "docker" else "DOCKER_HOST"
+    env = {other: f"unix://{project}/victim/engine"}
+    touch = ["-v", f"{project}/data:/data", "--hp", str(engine.directory()), "-x", "touch", "/data/reached"]
+    assert engine.sandbox("run", "-n", name, *touch, env=env).returncode == 0
+    engine.run("stop", "-t", "0", name)
+    statuses = []
+    with Process([PYTHON, "-c", FLIP, str(project)], start_new_session=True):
+        for attempt in range(7):
+            created = engine.sandbox("run", "-n", f"{name}-{attempt}", "--rm-on-exit", *touch, env=env)
+            started = engine.sandbox("run", "-n", name, *touch, env=env)
+            engine.run("stop", "-t", "0", name)
+            statuses += [created.returncode, started.returncode]
+    assert not (project / "victim" / "reached").exists(), statuses
+    assert 125 in statuses and set(statuses) <= {0, 125}, statuses
+
+
+@pytest.mark.parametrize("place", ["tmpfs", "bind", "with space", "back\\slash", "file"])
+def test_mounts_of_every_kind_are_recognised(engine: Engine, project: Path, name: str, place: str) -> None:
+    mounts = place in ("tmpfs", "bind") and engine.id != "rootless"  # whose mount namespace is older than this
+    if mounts:
+        (project / place).mkdir()
+        kind = ["-t", "tmpfs", "tmpfs"] if place == "tmpfs" else ["--bind", str(engine.directory())]
+        subprocess.run(["mount", *kind, str(project / place)], check=True)
+    inner = project / place / "inner"
+    inner.mkdir(parents=True)
+    (inner / "file").write_text("seen")
+    mount = f"{inner}/file:/var/run/seen" if place == "file" else f"{inner}:/x {place}"
+    at = "/var/run/seen" if place == "file" else f"/x {place}/file"
+    try:
+        for _ in range(2):
+            answer = engine.sandbox("run", "-n", name, "-v", mount, "-x", "cat", at)
+            assert (answer.returncode, answer.stdout) == (0, "seen"), answer.stderr
+            engine.run("stop", "-t", "0", name)
+        engine.run("rm", "-f", name)
+    finally:
+        if mounts:
+            subprocess.run(["umount", str(project / place)], check=True)
+
+
 def test_volumes_host_path_and_container_path(engine: Engine, project: Path, name: str) -> None:
     data = engine.directory()
     (data / "file").write_text("data")
@@ -327,6 +409,14 @@ def test_containment(engine: Engine, project: Path, name: str) -> None:
     assert [n for n, bit in dangerous.items() if capabilities >> bit & 1] == []
     assert ".sock" not in answer.stdout
     assert json.dumps(inspect(engine, name)).count("PidsLimit") == 1
+
+
+def test_a_first_run_makes_folders_that_are_private(engine: Engine, project: Path, name: str) -> None:
+    home = engine.directory() / "new" / "home"
+    answer = engine.sandbox("run", "-n", name, "--in", IMAGE_NAME, "-x", "true", home=home)
+    assert answer.returncode == 0, answer.stderr
+    folders = [home.parent, *(path for path in home.parent.rglob("*") if path.is_dir())]
+    assert len(folders) > 2 and {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
 
 
 # --- Reuse ---

@@ -1,5 +1,9 @@
-# Runs as root when the container starts: gives the numeric user $1:$2 a name and a home, then idles.
+# Runs as root when the container starts: gives the numeric user $1:$2 a name and a home, then idles. What
+# follows the two are the arguments of mounts_are() for the first start: devices may have other numbers later.
 # What is mounted into the home is the host's: it is neither filled nor given to anybody.
+if [ $# -gt 2 ] && [ ! -e /run/sandbox-ready ]; then
+  (shift 2 && mounts_are "$@") || exit 3
+fi
 mkdir -p "$HOME" /run
 rm -f /run/sandbox-ready
 grep -q "^[^:]*:[^:]*:$1:" /etc/passwd ||
