@@ -108,9 +108,19 @@ class EngineProblem(SandboxError):
         self.kind, self.remedy = kind, remedy
 
 
+def printable(text: str) -> str:
+    """The text without what a terminal would obey; lines stay lines."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text.replace("\t", " "))
+
+
 def say(message: str) -> None:
-    """Talk to the person: standard error, one line."""
-    print(f"sandbox: {message}", file=sys.stderr, flush=True)
+    """Talk to the person: standard error. Paths, engines and what is inside have their words in it."""
+    print(f"sandbox: {printable(message)}", file=sys.stderr, flush=True)
+
+
+def show(line: str) -> None:
+    """Print a line for people that holds words of others: standard output."""
+    print(printable(line))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -633,7 +643,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, fds: Map
     import signal
 
     if os.environ.get("SANDBOX_TRACE"):
-        print("+ " + quote_all(argv), file=sys.stderr, flush=True)
+        print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
     reset = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE]  # not SIGHUP: nohup means the child, too
     reset += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in (fds or {}).items()]
@@ -2283,15 +2293,10 @@ def cmd_ps(args: argparse.Namespace) -> int:
     return 0
 
 
-def printable(text: str) -> str:
-    """Without what a terminal would obey, or take for the end of a line."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     columns = ("name", "state", "agent", "profile", "network", "image", "created", "directory")
     short = [{**row, "created": row["created"].replace("T", " ")[:16]} for row in rows]
-    table = [[c.upper() for c in columns], *([printable(row[c]) or "-" for c in columns] for row in short)]
+    table = [[c.upper() for c in columns], *([printable(row[c]).replace("\n", "?") or "-" for c in columns] for row in short)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -2329,7 +2334,7 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
     status, out, err = engine.output("exec", session.proxy, *PROXY_PROGRAM, "check", host).result()
     if not out:
         raise failure(engine.name, err)
-    print(out, end="")
+    show(out.rstrip("\n"))
     return status
 
 
@@ -2355,7 +2360,7 @@ def cmd_prune(args: argparse.Namespace) -> int:
     if not met:
         pick_engine(silent)  # which says why
     for path in half_written():
-        print(path)
+        show(path)
         if not args.dry_run:
             os.unlink(path)
     return 0
@@ -2582,9 +2587,9 @@ def cmd_doctor(args: argparse.Namespace) -> int:
                            "remedy": c.remedy.text() if c.remedy else None} for c in checks], indent=2))
     else:
         for check in checks:
-            print(f"{check.status:4}  {check.name:13}  {check.detail}".rstrip())
+            show(f"{check.status:4}  {check.name:13}  {check.detail}".rstrip())
             if check.remedy:
-                print(f"      {'':13}  {check.remedy.text()}")
+                show(f"      {'':13}  {check.remedy.text()}")
     return int(any(check.status == "fail" for check in checks))
 
 
@@ -2623,7 +2628,7 @@ def cmd_init(args: argparse.Namespace) -> int:
         import json
 
         write_private(config_path(), json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-        print(f"wrote {config_path()}")
+        show(f"wrote {config_path()}")
     for agent in found:
         print(f"try: sandbox run -r {agent}")
     return 0
@@ -2654,7 +2659,7 @@ def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     runs[agent] = profile
     print(f"{agent}: run profile {agent!r}")
     for volume in volumes:
-        print(f"  mounts {volume}")
+        show(f"  mounts {volume}")
     for name in env:
         print(f"  {name} from this environment")
     return True
@@ -2906,7 +2911,7 @@ def report(error: SandboxError) -> None:
     """Two lines: what happened, and the one thing to do."""
     say(error.message)
     if error.hint:
-        print(f"  {error.hint}", file=sys.stderr)
+        print(f"  {printable(error.hint)}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

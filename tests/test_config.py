@@ -445,6 +445,34 @@ def test_two_mounts_on_one_place_are_refused(tool: Tool) -> None:
     assert f"two mounts go to {tool.project}" in tool.refused(125, "run", "-v", f"/etc:{tool.project}")
 
 
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1m\u202e\u2028\r"
+
+
+@pytest.mark.parametrize(
+    ("config", "argv"),
+    [
+        ({HOSTILE: 1}, ["run"]),
+        ({"runs": {HOSTILE: {"cpus": "x"}}}, ["run", "-r", HOSTILE]),
+        ({"runs": {HOSTILE: {}}}, ["run", "-r", "other"]),
+        ({"hostPath": f"/{HOSTILE}"}, ["run"]),
+        ({"envFile": ["/nowhere/\u202e"]}, ["run"]),
+        ({"volumes": ["/run:/\u202e", "/run:/\u202e"]}, ["run"]),
+        ({}, ["rm", HOSTILE]),
+        ({}, ["run", "--hp", "\u202e/docker.sock", "--cp", "/x"]),
+        ({}, ["run", "-e", HOSTILE]),
+        ({}, ["doctor"]),
+    ],
+)
+def test_no_word_of_a_path_or_a_file_acts_on_the_terminal(tool: Tool, config: dict[str, Any], argv: list[str]) -> None:
+    tool.configure(**config)
+    if argv == ["doctor"]:
+        tool.home.rename(tool.home.with_name("\u202e"))
+        os.environ["SANDBOX_HOME"] = str(tool.home.with_name("\u202e"))  # which the fixture sets back
+    status, out, err = tool(*argv)
+    assert status and err + out
+    assert [c for c in out + err if not c.isprintable() and c != "\n"] == []
+
+
 # --- init ---
 
 

@@ -419,6 +419,18 @@ def test_a_first_run_makes_folders_that_are_private(engine: Engine, project: Pat
     assert len(folders) > 2 and {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
 
 
+def test_words_of_an_engine_or_a_directory_do_not_act_on_the_terminal(
+    engine: Engine, project: Path, name: str
+) -> None:
+    odd = project / "odd\u202e"
+    odd.mkdir()
+    assert engine.sandbox("run", "-n", name, "-x", "true", cwd=odd).returncode == 0
+    elsewhere = engine.sandbox("run", "-n", name, "-x", "true", cwd="/tmp")
+    missing = engine.sandbox("run", "-n", f"{name}-2", "-v", f"{odd}/missing:/x", "-x", "true")
+    assert "works on" in elsewhere.stderr and "missing" in missing.stderr
+    assert [c for c in elsewhere.stderr + missing.stderr if not c.isprintable() and c != "\n"] == []
+
+
 # --- Reuse ---
 
 
