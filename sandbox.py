@@ -2296,7 +2296,8 @@ def cmd_ps(args: argparse.Namespace) -> int:
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     columns = ("name", "state", "agent", "profile", "network", "image", "created", "directory")
     short = [{**row, "created": row["created"].replace("T", " ")[:16]} for row in rows]
-    table = [[c.upper() for c in columns], *([printable(row[c]).replace("\n", "?") or "-" for c in columns] for row in short)]
+    cells = [[printable(row[c]).replace("\n", "?") or "-" for c in columns] for row in short]
+    table = [[c.upper() for c in columns], *cells]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -2939,8 +2940,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The program: ends without the interpreter's own tidying, which nothing here needs and which takes 2 ms."""
-    status = main()
+    """The installed command and the zipapp. An empty item of PYTHONPATH is the project, so they start without it."""
+    if os.environ.get("PYTHONPATH") and not sys.flags.isolated:
+        os.execv(sys.executable, [sys.executable, "-I", *sys.orig_argv[1:]])
+    leave(main())
+
+
+def leave(status: int) -> NoReturn:
+    """End without the interpreter's own tidying, which nothing here needs and which takes 2 ms."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
@@ -2949,4 +2956,4 @@ def entry() -> NoReturn:
 
 if __name__ == "__main__":
     sys.modules.setdefault("sandbox", sys.modules[__name__])
-    entry()
+    leave(main())

@@ -2312,7 +2312,7 @@ def fetch_libraries() -> None:
     """In a checkout, bring what the pages load from npm up to date; a wheel and a zipapp have it in them."""
     build = os.path.join(os.path.dirname(os.path.abspath(sandbox.__file__)), "static", "build.py")
     if os.path.isfile(build):
-        status, _, err = sandbox.Output([sys.executable, build, "--libraries"]).result()
+        status, _, err = sandbox.Output([sys.executable, "-I", build, "--libraries"]).result()
         if status:
             sandbox.say(f"{err.strip()}\nwarning: the terminal and Markdown in the web pages are missing until then")
 

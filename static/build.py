@@ -42,6 +42,11 @@ LIBRARIES = (
     "@xterm/addon-web-links/lib/addon-web-links.mjs", "marked/lib/marked.esm.js", "dompurify/dist/purify.es.mjs",
 )
 NPM_SECONDS = 300
+# A shell, because the first line of a script can name one option at most where `env` does not know -S.
+START = b"""\
+#!/bin/sh
+exec python3 -I "$0" "$@"
+"""
 MAIN = b"""\
 import sys
 
@@ -158,7 +163,7 @@ def bytecode(name: str, source: bytes) -> bytes:
 
 
 def archive(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO(b"#!/usr/bin/env python3\n")
+    buffer = io.BytesIO(START)
     buffer.seek(0, io.SEEK_END)
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
         for name in sorted(files):

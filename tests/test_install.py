@@ -114,6 +114,18 @@ def test_an_exit_status_comes_through(way: Way) -> None:
     assert error.value.returncode == 2
 
 
+def test_no_module_of_the_project_is_run(way: Way, tmp_path: Path) -> None:
+    """An empty item of PYTHONPATH is the current directory, which is the project."""
+    if way.command[-2:] == ["-m", "sandbox"]:
+        return  # which is Python's own start in the current directory: the README says so
+    for module in ("argparse", "json", "select", "signal", "subprocess", "sandbox_web"):
+        (tmp_path / f"{module}.py").write_text("open('run', 'w')\nraise SystemExit(7)\n")
+    for command in ("ps --help", "config show"):
+        way = Way(way.command, [], tmp_path, {"PYTHONPATH": f"{way.env.get('PYTHONPATH', '')}:/x"})
+        way.run([*way.command, *command.split()])
+    assert not (tmp_path / "run").exists()
+
+
 # --- Wheel ---
 
 
@@ -137,6 +149,14 @@ def test_the_zipapp_is_a_command_of_its_own(zipapp: Path, elsewhere: Path) -> No
     way = Way([str(zipapp)], [], elsewhere)
     assert VERSION in way.run([str(zipapp), "--version"]).decode()
     assert VERSION in way.run([sys.executable, "-I", str(zipapp), "--version"]).decode()
+
+
+def test_the_zipapp_starts_isolated(zipapp: Path, tmp_path: Path) -> None:
+    for module in ("argparse", "contextlib", "json", "runpy", "sandbox"):
+        (tmp_path / f"{module}.py").write_text("open('run', 'w')\nraise SystemExit(7)\n")
+    way = Way([], [], tmp_path, {"PYTHONPATH": ":/x"})
+    assert b"usage" in way.run([str(zipapp), "ps", "--help"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_zipapp_runs_without_its_bytecode(zipapp: Path, elsewhere: Path) -> None:
