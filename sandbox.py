@@ -138,6 +138,55 @@ def random_id() -> str:
     return os.urandom(5).hex()
 
 
+# --- JSON ---
+# Every JSON text is read here. The interpreter's parser calls itself for each level and from 3.13 on
+# goes deeper than the stack of a small thread is: it then dies, and no exception says so.
+
+NESTING = 64  # levels; nothing of ours has more than a dozen
+JSON_FILE_BYTES = 16 * 1024 * 1024
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """The value of a JSON text. Raises ValueError, also for one that is nested deeper than NESTING levels,
+    and for numbers that JSON does not have (NaN, infinity): other readers would refuse what we made of them.
+    """
+    import json
+
+    text = text if isinstance(text, str) else text.decode()
+    if text.count("[") + text.count("{") > NESTING:
+        check_nesting(text)
+    return json.loads(text, parse_constant=finite, parse_float=finite)
+
+
+def check_nesting(text: str) -> None:
+    """Raise ValueError for a JSON text with too many levels. What comes behind a mistake in it is not read."""
+    import re
+
+    # Without its escapes every second piece between two quotes is a string.
+    outside = "".join(re.sub(r"\\.", "", text, flags=re.DOTALL).split('"')[::2])
+    depth = 0
+    for bracket in re.findall(r"[][{}]", outside):
+        depth += 1 if bracket in "[{" else -1
+        if depth > NESTING:
+            raise ValueError(f"it is nested deeper than {NESTING} levels")
+
+
+def finite(text: str) -> float:
+    number = float(text)
+    if number - number:  # not a number, for what is not finite
+        raise ValueError(f"{text[:40]} is not a number of JSON")
+    return number
+
+
+def read_json(path: str) -> Any:
+    """The value in a file that others may have written, too. Raises OSError and ValueError."""
+    with open(path, "rb") as file:
+        text = file.read(JSON_FILE_BYTES + 1)
+    if len(text) > JSON_FILE_BYTES:
+        raise ValueError(f"it is larger than {JSON_FILE_BYTES} bytes")
+    return parse_json(text)
+
+
 # --- Env files ---
 
 
@@ -512,10 +561,10 @@ def read_config() -> dict[str, Any]:
     import json
 
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except json.JSONDecodeError as error:
         raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}", "correct the JSON") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of 5,000 digits
+    except ValueError as error:  # nested too deeply, or a number of 5,000 digits
         raise SandboxError(f"{path}: {error}", "correct the JSON") from None
     if not isinstance(data, dict) or not isinstance(data.get("runs", {}), dict):
         raise SandboxError(f"{path}: the file and its `runs` must be JSON objects", "correct the JSON")
@@ -992,12 +1041,10 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
         return engine, None
     if status:
         raise failure(engine.name, err)
-    import json
-
     id, real_name, state, labels = out.strip().split(" ", 3)
     if real_name.lstrip("/") != name:  # the engine takes the start of an id, too
         return engine, None
-    session = Session(name, state, json.loads(labels) or {}, id)
+    session = Session(name, state, parse_json(labels) or {}, id)
     if "sandbox.session" not in session.labels:
         raise SandboxError(f"the container {name} exists and is not a sandbox session",
                            "choose another name with -n", 125)
@@ -1040,12 +1087,9 @@ def remember(engine: Engine, session: Session) -> None:
 
 def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | None:
     """The session as it was when we last saw it."""
-    import json
-
     for engine in engines:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            with open(memory_path(engine, name), encoding="utf-8") as file:
-                data = json.load(file)
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            data = read_json(memory_path(engine, name))
             return engine, Session(name, "running", data["labels"], data["id"])
     return None
 
@@ -1337,10 +1381,8 @@ def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
 
 def decision_of(line: str | bytes) -> Any:
     """A line of the proxy's log, or None for one that is no decision."""
-    import json
-
     with suppress(ValueError):
-        data = json.loads(line)
+        data = parse_json(line)
         return data if isinstance(data, dict) else None
     return None
 
@@ -1670,8 +1712,7 @@ def supervise(folder: str) -> int:
     import json
 
     path = os.path.join(folder, "job.json")
-    with open(f"{path}.new", encoding="utf-8") as file:
-        argv = json.load(file)["argv"]
+    argv = read_json(f"{path}.new")["argv"]
     lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.rename(f"{path}.new", path)  # who saw the job without its lock would take it for lost
@@ -2018,12 +2059,9 @@ def settings_path(name: str) -> str:
 
 def read_settings(name: str) -> dict[str, Any]:
     """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
-    import json
-
     path = settings_path(name)
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+        data = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -2141,10 +2179,8 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
     engine, status, out, err = first_answer(engines, lambda e: e.output(*PS_ARGS, formats[e.name]))
     if status:
         raise failure(engine.name, err)
-    import json
-
     podman = engine.name == "podman"
-    return engine, json.loads(out or "[]") if podman else [json.loads(line) for line in out.splitlines()]
+    return engine, parse_json(out or "[]") if podman else [parse_json(line) for line in out.splitlines()]
 
 
 def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:

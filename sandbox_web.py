@@ -204,17 +204,13 @@ class Request:
         if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise WebError("unsupported_type", "the body must be JSON", "send Content-Type: application/json")
         try:
-            data = json.loads(self.body, parse_constant=refuse_constant)
+            data = sandbox.parse_json(self.body)
             json.dumps(data, ensure_ascii=False).encode()  # a lone surrogate could not be stored
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise WebError("bad_request", f"the body is not valid JSON: {error}") from None
         if not isinstance(data, dict):
             raise WebError("bad_request", "the body is not a JSON object")
         return data
-
-
-def refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def parse_head(raw: bytes) -> Request:
@@ -516,8 +512,7 @@ class Gateway:
 
     def load(self) -> tuple[bytes, dict[str, float]]:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            with open(self.path, encoding="utf-8") as file:
-                data = json.load(file)
+            data = sandbox.read_json(self.path)
             secret = bytes.fromhex(data["secret"])
             if len(secret) == 32:
                 return secret, {str(id): float(expiry) for id, expiry in data["ended"].items()}
@@ -1508,8 +1503,7 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
         raise WebError("conflict", f"the job is not running: it has {job['state']}")
     engine, session = find(params["session"])
     folder = job_folder(job["session"], job["id"])
-    with open(f"{folder}/job.json", encoding="utf-8") as file:
-        tag = json.load(file)["tag"]
+    tag = sandbox.read_json(f"{folder}/job.json")["tag"]
     first = not os.path.exists(f"{folder}/cancel")
     with suppress(OSError), open(f"{folder}/cancel", "w"):  # a full disk must not keep what fills it alive
         pass
@@ -1839,8 +1833,8 @@ class Terminal:
 
     def take_message(self, viewer: Viewer, text: bytes | bytearray) -> None:
         try:
-            self.obey(viewer, json.loads(text))
-        except (ValueError, TypeError, KeyError, RecursionError):
+            self.obey(viewer, sandbox.parse_json(text))
+        except (ValueError, TypeError, KeyError):
             with suppress(Exception):  # it may be closing already
                 viewer.protocol.fail(1008, "a control message that is not understood")
 
@@ -1979,8 +1973,8 @@ class Terminals:
     def clean_up(self) -> None:
         """Hang up what a killed server has left."""
         rows = []
-        with suppress(OSError, ValueError), open(self.path, encoding="utf-8") as file:
-            rows = json.load(file)
+        with suppress(OSError, ValueError):
+            rows = sandbox.read_json(self.path)
         for row in rows:
             with suppress(WebError, SandboxError, OSError, KeyError, TypeError):
                 engine, session = find_running(row["session"])
@@ -2205,7 +2199,7 @@ class Lock:
         """What the holder, or the last one, has written."""
         for _ in range(20):  # the holder may be about to write it
             with suppress(ValueError):
-                data = json.loads(os.pread(self.fd, 1 << 20, 0))
+                data = sandbox.parse_json(os.pread(self.fd, 1 << 20, 0))
                 if isinstance(data, dict):
                     return data
             time.sleep(0.05)
@@ -2388,7 +2382,7 @@ def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]
     with os.fdopen(read, encoding="utf-8") as pipe:
         lines = pipe.read().splitlines()
     if lines and lines[0].startswith("{"):
-        error = json.loads(lines[0])
+        error = sandbox.parse_json(lines[0])
         raise SandboxError(error["message"], error["hint"], error["code"])
     if not lines:
         raise SandboxError("the server ended before it could answer", f"see {web_path(address)}.log")
