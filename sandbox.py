@@ -1014,21 +1014,44 @@ class Session:
     def __init__(self, name: str, state: str, labels: Mapping[str, str], id: str = "") -> None:
         self.name, self.state, self.labels, self.id = name, state, labels, id
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
-        self.profile, self.agent = labels.get("sandbox.profile", ""), labels.get("sandbox.agent", "")
+        self.profile = labels.get("sandbox.profile", "")
+        self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
         # its proxy and the volume that the two share, '' for a network without an allowlist
         proxied = labels.get("sandbox.network") == "allow"
         self.proxy = f"sandbox-proxy-{labels.get('sandbox.session')}" if proxied else ""
         self.volume = self.proxy.replace("proxy", "net")
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What it was created from, and the settings that came from flags or name its agent."""
-        import json
+        """What it was created from, and the settings that came from flags or name its agent.
 
+        Raises BrokenSession: anyone can give a container labels with our names.
+        """
         try:
-            data = json.loads(self.labels["sandbox.created"])
-            return {"directory": "/", "workdir": "/", **data["spec"]}, dict(data["flags"])
-        except (KeyError, TypeError, ValueError):
-            raise SandboxError(f"the labels of {self.name} are not ours", "use another name", 125) from None
+            data = parse_json(self.labels["sandbox.created"])
+            spec = {"directory": "/", "workdir": "/", **data["spec"]}
+            check_created(spec, self.labels)
+            return spec, dict(Layer(data["flags"], "").values)
+        except (KeyError, TypeError, ValueError, AttributeError, SandboxError):
+            raise BrokenSession(f"the container {self.name} carries labels of a session that are not whole",
+                                f"remove it: sandbox rm {self.name}", 125) from None
+
+
+class BrokenSession(SandboxError):
+    """A container with our labels and nonsense in them: it can be listed and removed, and nothing else."""
+
+
+def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+    """Raise ValueError, KeyError or TypeError where a session's labels hold what none of ours could."""
+    for key in ("image", "directory", "workdir"):
+        a_word(spec[key])
+    for key in spec.keys() & KEYS:
+        if spec[key] is not None:
+            check_value(key, spec[key])
+    matching("[0-9]{1,10}:[0-9]{1,10}", "uid:gid")(labels["sandbox.user"])
+    if not all(map(is_text, spec.get("sources", ()))):
+        raise ValueError("sources")
+    if isinstance(spec["network"], dict) != (labels.get("sandbox.network") == "allow"):
+        raise ValueError("network")
 
 
 INSPECT = ("container", "inspect", "--format", "{{.Id}} {{.Name}} {{.State.Status}} {{json .Config.Labels}}")
@@ -2150,7 +2173,7 @@ def cmd_rm(args: argparse.Namespace) -> int:
 
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
-ID_LABELS = ("sandbox.session", "sandbox.proxy")
+ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created")
 PS_ARGS = ("ps", "-a", "--filter", "label=sandbox.session", "--format")
 PS_DOCKER = (
     '{"Names":[{{json .Names}}],"State":{{json .State}},"Image":{{json .Image}},"CreatedAt":{{json .CreatedAt}},'
@@ -2161,7 +2184,8 @@ PS_DOCKER = (
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
     """All sessions, with one call: name, state, agent, profile, image, directory, network, created (ISO 8601), runtime.
 
-    The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
+    The network is open, none, host, allow, or cut: an allowlist whose proxy is not running. The state is the
+    engine's, or broken: a container whose labels are not whole.
     """
     engine, rows = list_containers(engines)
     running = {row["Labels"]["sandbox.session"] for row in rows if is_proxy(row) and row["State"] == "running"}
@@ -2192,6 +2216,10 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
     }
     if result["network"] == "allow" and row["State"] == "running" and labels["sandbox.session"] not in proxies:
         result["network"] = "cut"
+    try:
+        Session(result["name"], "", labels).created()
+    except BrokenSession:
+        result["state"] = "broken"
     return result
 
 

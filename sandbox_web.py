@@ -132,6 +132,8 @@ def as_web_error(error: Exception) -> WebError:
     if isinstance(error, EngineProblem):
         code = "image_missing" if error.kind == "image" else "engine_unavailable"
         return WebError(code, error.message, error.hint)
+    if isinstance(error, sandbox.BrokenSession):
+        return WebError("conflict", error.message, error.hint)
     if isinstance(error, SandboxError):
         if os.strerror(errno.ENOSPC) in error.message:
             return WebError("disk_full", error.message, error.hint)
@@ -878,6 +880,7 @@ def find(name: str) -> tuple[Engine, Session]:
 
 def find_running(name: str) -> tuple[Engine, Session]:
     engine, session = find(name)
+    session.created()  # raises where its labels are not whole
     if session.state != "running":
         raise WebError("conflict", f"the session {name} is {session.state}", "start it first")
     return engine, session
@@ -914,7 +917,12 @@ def workdir(session: Session) -> str:
 
 
 def session_data(session: Session, engine: Engine) -> dict[str, Any]:
-    have, _ = session.created()
+    try:
+        have, _ = session.created()
+    except sandbox.BrokenSession:
+        return {"name": session.name, "state": "broken", "agent": "", "profile": "", "directory": "", "workdir": "",
+                "image": "", "ports": [], "network": "", "runtime": engine.name, "recreate": [],
+                "agentPromptCommand": ""}
     settings = read_settings(session.name)
     config = session_config(session, settings)
     return {
@@ -1240,18 +1248,16 @@ def read_job(session: str, id: str) -> dict[str, Any]:
     if folder in ENDED_JOBS:
         return ENDED_JOBS[folder]
     try:
-        with open(f"{folder}/job.json", encoding="utf-8") as file:
-            job: dict[str, Any] = json.load(file)["job"]
+        job = kept_job(sandbox.read_json(f"{folder}/job.json"))
         alive = is_locked(f"{folder}/lock")
-        with open(f"{folder}/status", encoding="utf-8") as file:
-            status = json.loads(file.read().strip() or "{}")
+        status = kept_status(f"{folder}/status")
         size = os.stat(f"{folder}/output").st_size
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         raise WebError("not_found", f"there is no job {id!r}") from None
     cancelled = os.path.exists(f"{folder}/cancel")
     state = "running" if alive and not status else "lost" if not status else "cancelled" if cancelled else "ended"
-    job |= {"state": state, "exit": status.get("exit"), "ended": status.get("ended"), "size": size,
-            "error": status.get("error")}
+    job |= {"id": id, "session": session, "state": state, "exit": status.get("exit"), "ended": status.get("ended"),
+            "size": size, "error": status.get("error")}
     if state == "lost":
         job["error"] = "the job's supervisor was killed; what came after is not known"
     if state != "running":
@@ -1259,6 +1265,26 @@ def read_job(session: str, id: str) -> dict[str, Any]:
             ENDED_JOBS.pop(next(iter(ENDED_JOBS)), None)
         ENDED_JOBS[folder] = job
     return job
+
+
+def kept_job(data: Any) -> dict[str, Any]:
+    """What a job is, of its job.json. Raises ValueError."""
+    job = data.get("job") if isinstance(data, dict) else None
+    if not isinstance(job, dict) or not all(isinstance(job.get(key), str) for key in ("kind", "command", "started")):
+        raise ValueError("it describes no job")
+    return {key: value for key, value in job.items() if isinstance(value, str)}
+
+
+def kept_status(path: str) -> dict[str, Any]:
+    """How a job ended, of its status; {} while it is empty, or when it makes no sense. Raises OSError."""
+    types = {"exit": int, "ended": str, "error": str}
+    with open(path, "rb") as file:
+        text = file.read(2 * sandbox.STATUS_BYTES).strip()
+    with suppress(ValueError):
+        data = sandbox.parse_json(text or b"{}")
+        if isinstance(data, dict) and type(data.get("exit")) is int:
+            return {key: data[key] for key, type in types.items() if isinstance(data.get(key), type)}
+    return {}
 
 
 def is_locked(path: str) -> bool:
@@ -1312,9 +1338,16 @@ class Follower:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
         self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))  # the last runs before it, by stream
-        self.output = os.open(f"{folder}/output", os.O_RDONLY)
-        self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
         self.unparsed = b""
+        try:
+            self.output = os.open(f"{folder}/output", os.O_RDONLY)
+            try:
+                self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
+            except OSError:
+                os.close(self.output)
+                raise
+        except OSError:
+            raise WebError("not_found", "the job's output is not there any more") from None
 
     def close(self) -> None:
         os.close(self.output)
