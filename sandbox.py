@@ -139,16 +139,18 @@ def random_id() -> str:
 
 
 # --- JSON ---
-# Every JSON text is read here. The interpreter's parser calls itself for each level and from 3.13 on
-# goes deeper than the stack of a small thread is: it then dies, and no exception says so.
+# Every JSON text is read here. The interpreter's parser calls itself for each level, and from 3.13 on it
+# goes deeper than the stack of a small thread reaches: the process dies, and no exception says so.
 
 NESTING = 64  # levels; nothing of ours has more than a dozen
 JSON_FILE_BYTES = 16 * 1024 * 1024
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """The value of a JSON text. Raises ValueError, also for one that is nested deeper than NESTING levels,
-    and for numbers that JSON does not have (NaN, infinity): other readers would refuse what we made of them.
+    """The value of a JSON text.
+
+    Raises ValueError, also for one that is nested deeper than NESTING levels, and for numbers that JSON
+    does not have (NaN, infinity): a browser would refuse what we make of them.
     """
     import json
 
@@ -159,7 +161,7 @@ def parse_json(text: str | bytes | bytearray) -> Any:
 
 
 def check_nesting(text: str) -> None:
-    """Raise ValueError for a JSON text with too many levels. What comes behind a mistake in it is not read."""
+    """Raise ValueError for too many levels; what comes behind a mistake in the text may go uncounted."""
     import re
 
     # Without its escapes every second piece between two quotes is a string.
@@ -1032,16 +1034,16 @@ class Session:
             check_created(spec, self.labels)
             return spec, dict(Layer(data["flags"], "").values)
         except (KeyError, TypeError, ValueError, AttributeError, SandboxError):
-            raise BrokenSession(f"the container {self.name} carries labels of a session that are not whole",
-                                f"remove it: sandbox rm {self.name}", 125) from None
+            message = f"the labels of the container {self.name} are not those of a whole session"
+            raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
 
 
 class BrokenSession(SandboxError):
-    """A container with our labels and nonsense in them: it can be listed and removed, and nothing else."""
+    """A container with our labels and nonsense in them: it can be listed and removed, no more."""
 
 
 def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-    """Raise ValueError, KeyError or TypeError where a session's labels hold what none of ours could."""
+    """Raise ValueError, KeyError or TypeError where labels hold what none of ours could."""
     for key in ("image", "directory", "workdir"):
         a_word(spec[key])
     for key in spec.keys() & KEYS:
@@ -2184,8 +2186,8 @@ PS_DOCKER = (
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
     """All sessions, with one call: name, state, agent, profile, image, directory, network, created (ISO 8601), runtime.
 
-    The network is open, none, host, allow, or cut: an allowlist whose proxy is not running. The state is the
-    engine's, or broken: a container whose labels are not whole.
+    The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
+    The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
     engine, rows = list_containers(engines)
     running = {row["Labels"]["sandbox.session"] for row in rows if is_proxy(row) and row["State"] == "running"}
@@ -2204,7 +2206,7 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
     if status:
         raise failure(engine.name, err)
     podman = engine.name == "podman"
-    return engine, parse_json(out or "[]") if podman else [parse_json(line) for line in out.splitlines()]
+    return engine, parse_json(out or "[]") if podman else list(map(parse_json, out.splitlines()))
 
 
 def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,15 @@ def test_a_malformed_login_is_told_so(service: Service, body: bytes) -> None:
     assert reply.status == 400 and reply.json["error"]["message"], reply.body
 
 
+@pytest.mark.parametrize("body", [b"[" * 2500, b'{"username":' * 600, b"[" * 70 + b"]" * 70,
+                                  b'["\\"]", "]", ' + b"[" * 70])
+def test_a_body_is_not_read_deeper_than_the_stack_of_a_thread(service: Service, body: bytes) -> None:
+    """From Python 3.13 on the parser would go until the process dies."""
+    reply = service.request("POST", "/auth/login", body, {"Content-Type": "application/json"}, cookie="")
+    assert reply.status == 400 and "nested" in reply.json["error"]["message"]
+    assert service.get("/api/profiles").status == 200
+
+
 MALFORMED = {
     "no version": (b"GET /auth/login\r\nHost: localhost\r\n\r\n", 400),
     "http/0.9": (b"GET /auth/login HTTP/0.9\r\nHost: localhost\r\n\r\n", 505),
@@ -407,6 +417,32 @@ def test_requests_on_one_connection(service: Service) -> None:
     last = b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     assert service.raw(one * 3 + b"\r\n" + last).count(b"HTTP/1.1 200 ") == 4
     assert service.raw(b"GET /auth/login HTTP/1.0\r\nHost: localhost\r\n\r\n").count(b"HTTP/1.1 200 ") == 1
+
+
+def test_the_answer_to_head_has_no_body(service: Service, engine: Engine, name: str) -> None:
+    """On every route, for a head that cannot be read, and for what would be sent without an end."""
+    session = service.create(name, network={"allow": ["a.test"]})["name"]
+    job = service.ended(service.job(session, "echo out"))["id"]
+    upgrade = ("Upgrade: websocket", f"Sec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}",
+               "Sec-WebSocket-Version: 13")
+    paths = [path.format(session=session, job=job, terminal="x", version="0", file="main.js")
+             for path in route_patterns()]
+    assert len(paths) == (ROOT / "sandbox_web.py").read_text().count('\n    ("GET",')
+    for more in ((), (f"Cookie: {service.cookie}",), (f"Cookie: {service.cookie}", *upgrade),
+                 ("no colon",), ("Content-Length: 99999",), (f"A: {'a' * 20_000}",)):
+        for path in paths:
+            answer = service.raw(head(service, path, "HEAD", *more))
+            assert re.match(rb"HTTP/1.1 [2345]", answer) and answer.endswith(b"\r\n\r\n"), (path, answer)
+            assert answer.count(b"\r\n\r\n") == 1, (path, answer)
+    assert service.get(f"/api/sessions/{session}/terminals").json == []
+    service.request("DELETE", f"/api/sessions/{session}")
+
+
+def route_patterns() -> list[str]:
+    """The paths that can be asked for with GET."""
+    found = re.findall(r'\("GET", (SESSION)?(?: \+ )?"?([^",]*)"?,', (ROOT / "sandbox_web.py").read_text())
+    return [("/api/sessions/{session}" if session else "") + path.replace("{file*}", "{file}")
+            for session, path in found]
 
 
 def test_expect_100_continue(service: Service) -> None:
@@ -515,6 +551,63 @@ def test_half_sent_requests_and_idle_connections_are_bounded_and_others_served(e
         sock.close()
     wait_for(lambda: service.resources() <= before)
     service.end()
+
+
+HEAD_OF_A_LOGIN = (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\n"
+                   b"Content-Type: application/json\r\nContent-Length: 60\r\n\r\n")
+
+
+@contextmanager
+def hanging(port: int, data: bytes, count: int, source: str = "127.0.0.1") -> Iterator[None]:
+    """So many connections that send this and then neither send nor read."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            address = ("127.0.0.1", port)
+            sock = stack.enter_context(socket.create_connection(address, source_address=(source, 0)))
+            sock.settimeout(0.01)
+            with suppress(OSError):  # it has been ended, or takes no more
+                sock.sendall(data)
+        yield
+
+
+@pytest.mark.parametrize("data", [HEAD_OF_A_LOGIN + b'{"username"', HEAD_OF_A_LOGIN[:50], b""],
+                         ids=["half a body", "half a head", "nothing"])
+def test_the_owner_is_served_while_strangers_hang(engine: Engine, data: bytes) -> None:
+    """From the same address, as behind a tunnel."""
+    service = Service(engine)
+    try:
+        before = service.resources()
+        kept = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+        kept.request("GET", "/api/profiles", headers={"Cookie": service.cookie})
+        kept.getresponse().read()
+        local_port = kept.sock.getsockname()[1]
+        with hanging(service.port, data, 900):
+            assert [service.get("/api/profiles").status for _ in range(50)] == [200] * 50
+            kept.request("GET", "/api/profiles", headers={"Cookie": service.cookie})
+            assert kept.getresponse().read() and kept.sock.getsockname()[1] == local_port
+            assert service.log_in().status == 200
+        kept.close()
+        wait_for(lambda: service.resources() <= before)
+    finally:
+        service.end()
+
+
+def test_strangers_make_room_before_those_from_where_somebody_is_logged_in(engine: Engine) -> None:
+    service = Service(engine)
+    body = json.dumps({"username": "admin", "password": PASSWORD}).encode()
+    head = HEAD_OF_A_LOGIN.replace(b"60", b"%d" % len(body))
+    kept = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    try:
+        kept.request("GET", "/api/profiles", headers={"Cookie": service.cookie})
+        kept.getresponse().read()
+        with socket.create_connection(("127.0.0.1", service.port), timeout=20) as second:
+            second.sendall(head + body[:5])  # another login from there
+            with hanging(service.port, HEAD_OF_A_LOGIN, 900, "127.0.0.2"):
+                second.sendall(body[5:])
+                assert second.recv(100).startswith(b"HTTP/1.1 200 ")
+    finally:
+        kept.close()
+        service.end()
 
 
 def test_a_slow_head_is_cut_off_by_a_total_deadline(service: Service) -> None:
@@ -664,7 +757,9 @@ def test_a_log_that_cannot_be_written_keeps_nobody_from_an_answer(engine: Engine
             answer = connection.getresponse()
             assert answer.status == 200 and answer.headers["Connection"] == "keep-alive" and answer.read()
         connection.close()
-        assert service.post("/auth/logout").status == 200
+        reply = service.post("/auth/logout")  # it ends, and the next start would not know it
+        assert reply.status == 507 and "restart" in reply.json["error"]["message"]
+        assert "Max-Age=0" in reply.headers["Set-Cookie"]
         assert service.get("/api/profiles").status == 401
         assert engine.sandbox("serve", service.address, "--stop").returncode == 0
     finally:
