@@ -69,6 +69,7 @@ BODY_BYTES, ANONYMOUS_BODY_BYTES = 1024 * 1024, 8 * 1024
 IDLE_SECONDS, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 60, 10, 30, 30
 CONNECTIONS = 600  # then one makes room
 SPARE_CONNECTIONS = 50  # those that are just ending
+CONNECTIONS_TRIMMED = 20  # after so many have gone, the memory that they took is given back
 ROOM_SECONDS = 2  # how long a new connection waits for one that was told to make room
 STACK_BYTES = 256 * 1024
 LOGIN_SECONDS = 7 * 86400
@@ -644,7 +645,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], app: App, tls: ssl.SSLContext | None) -> None:
         self.app, self.tls = app, tls
         self.room = threading.Condition()
-        self.count = 0
+        self.count = self.most = 0  # of connections: now, and since memory was given back
         # Oldest first: connections without a login, and those with one that wait for a request.
         self.anonymous: dict[Handler, None] = {}
         self.idle: dict[Handler, None] = {}
@@ -710,6 +711,10 @@ class Server(ThreadingHTTPServer):
     def service_actions(self) -> None:
         """What is to be done twice a second."""
         self.app.gateway.end_expired()
+        self.most = max(self.most, self.count)
+        if self.most - self.count > CONNECTIONS_TRIMMED:
+            self.most = self.count
+            give_memory_back()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -1571,7 +1576,9 @@ def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
         if not events and time.monotonic() - quiet > HEARTBEAT_SECONDS:
             events.append(b": still here\n\n")
         if events:
-            sock.sendall(b"".join(events))
+            sent = b"".join(events)
+            events.clear()  # a reader that takes nothing is to cost little
+            sock.sendall(sent)
             quiet = time.monotonic()
         if poller.poll(0 if size >= CHUNK_BYTES else POLL_SECONDS * 1000) and not sock.recv(4096):
             return
@@ -2531,6 +2538,14 @@ def share_one_heap() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-8, 1)  # M_ARENA_MAX
         mallopt(-3, 2 * CHUNK_BYTES)  # M_MMAP_THRESHOLD, which would grow
+
+
+def give_memory_back() -> None:
+    """Have glibc return what lies free between what is used: it would keep that for ever."""
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:

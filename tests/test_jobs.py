@@ -5,10 +5,12 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,78 @@ def test_a_killed_supervisor_is_said(service: Service, name: str) -> None:
             os.kill(int(process.parent.name), 9)
     job = service.ended(job)
     assert job["state"] == "lost" and job["error"]
+
+
+@docker_only
+def test_files_that_are_no_jobs_break_nothing(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.ended(service.job(name, "echo out"))
+    folder = service.engine.home / "jobs" / name
+    deep = "[" * 100_000
+    broken = {"job.json": ["", "[]", "5", '{"job": []}', '{"job": {}}', '{"job": {"kind": 1}}', deep, "\udcff"],
+              "status": ["5", "[]", '{"exit": "x"}', '{"exit": NaN}', deep, "nonsense"]}
+    lost = []
+    for file, texts in broken.items():
+        for number, text in enumerate(texts):
+            id = f"{number}-{file.partition('.')[0]}"
+            shutil.copytree(folder / job["id"], folder / id)
+            (folder / id / file).write_text(text, errors="surrogateescape")
+            lost += [id] if file == "status" else []
+    (folder / "file").touch()
+    rows = {row["id"]: row for row in service.get(f"/api/sessions/{name}/jobs").json}
+    assert rows.pop(job["id"]) == job and sorted(rows) == sorted(lost)
+    assert {row["state"] for row in rows.values()} == {"lost"}
+    assert next(row for row in service.get("/api/sessions?tail=10").json if row["name"] == name)
+    for id in (path.name for path in folder.iterdir()):
+        expected = {"GET": 200 if id in (job["id"], *lost) else 404, "DELETE": 409 if id in (job["id"], *lost) else 404}
+        for method, status in expected.items():
+            assert service.request(method, f"/api/sessions/{name}/jobs/{id}").status == status, id
+    assert "Traceback" not in service.said_at_the_end()
+
+
+@docker_only
+def test_a_job_without_all_its_files_costs_no_descriptor(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.ended(service.job(name, "echo out"))
+    path = f"/api/sessions/{name}/jobs/{job['id']}"
+    folder = service.engine.home / "jobs" / name / job["id"]
+    before = wait_for(service.resources)
+    (folder / "runs").unlink()
+    statuses = {service.get(f"{path}/{what}").status for _ in range(25) for what in ("events", "output")}
+    assert statuses == {404}
+    assert {service.request("HEAD", f"{path}/events").status for _ in range(5)} == {404}
+    wait_for(lambda: service.resources() <= before)
+
+
+@docker_only
+def test_a_job_whose_folder_goes_while_it_is_followed_has_an_end(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo ready; sleep 1000")
+    events = service.events(job)
+    next(event for event in events if event[1] == "ready\n")
+    shutil.rmtree(service.engine.home / "jobs" / name / job["id"])
+    kind, last, _ = list(events)[-1]
+    assert kind == "end" and last["state"] == "lost" and "removed" in last["error"]
+    assert service.get(f"/api/sessions/{name}/jobs/{job['id']}/events").status == 404
+    assert "Traceback" not in service.said_at_the_end()
+
+
+@docker_only
+def test_readers_that_took_nothing_leave_no_memory_behind(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.ended(service.job(name, "tr '\\0' '\\001' </dev/zero | head -c 20000000"))
+    request = (f"GET /api/sessions/{name}/jobs/{job['id']}/events HTTP/1.1\r\nHost: {service.address}\r\n"
+               f"Cookie: {service.cookie}\r\n\r\n")
+    before = service.resources(), service.resident_bytes()
+    with ExitStack() as stack:
+        for _ in range(300):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", service.port)))
+            sock.sendall(request.encode())
+            assert sock.recv(1) == b"H"
+        wait_for(lambda: service.resources()[0] >= 300)
+        wait_for(service.is_idle)
+    wait_for(lambda: service.resources() <= before[0])
+    wait_for(lambda: service.resident_bytes() - before[1] < 12_000_000)
 
 
 @docker_only
