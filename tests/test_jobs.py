@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import Engine, write_config
+from conftest import IMAGE, Engine, write_config
 from service import Service, wait_for
 from test_engines import container_names, sleeping
 
@@ -380,6 +380,74 @@ def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: S
     for end in modes():  # what the list says is what a prompt meets
         reply = service.post(f"/api/sessions/{name}-{end}/prompt", {"prompt": "x"})
         assert reply.status == (201 if modes()[end] else 409)
+
+
+SPEC: dict[str, object] = {"image": IMAGE, "directory": "/tmp", "workdir": "/tmp", "volumes": [], "ports": [],
+                           "memory": None, "cpus": None, "pidsLimit": None, "network": "open", "sources": ["/tmp"]}
+
+
+def created(flags: object = None, **spec: object) -> str:
+    return json.dumps({"spec": {**SPEC, **spec}, "flags": flags or {}})
+
+
+FOREIGN: dict[str, dict[str, str]] = {
+    "nothing else": {},
+    "deep": {"created": "[" * 100_000},
+    "deep inside": {"created": '{"spec":' * 1000},
+    "no object": {"created": "[]"},
+    "ports": {"created": created(ports=5)},
+    "a port": {"created": created(ports=["5"])},
+    "network": {"created": created(network={"allow": 5}), "network": "allow"},
+    "no network": {"created": created().replace('"network"', '"x"')},
+    "no rules": {"created": created(), "network": "allow"},
+    "flags": {"created": created(flags={"memory": []})},
+    "user": {"created": created(), "user": "--privileged"},
+    "sources": {"created": created(sources=5)},
+    "directory": {"created": created(directory=["x"])},
+    "characters": {"created": "\udcff", "agent": "\x1b]0;x\x07", "profile": "\r\n", "directory": "\udcff\udcfe"},
+}
+
+
+def test_foreign_containers_with_our_labels_are_listed_as_broken(
+    engine: Engine, service: Service, name: str
+) -> None:
+    service.create(name)
+    names = {label: f"{name}-{number}" for number, label in enumerate(FOREIGN)}
+    for label, labels in FOREIGN.items():
+        every = {"session": names[label], "user": "0:0", **labels}
+        options = [f"--label=sandbox.{key}={value}" for key, value in every.items()]
+        # One of them runs.
+        verb = ["run", "-d"] if label == "ports" else ["create"]
+        answer = engine.run(*verb, "--name", names[label], *options, IMAGE, "sleep", "1000")
+        assert answer.returncode == 0, (label, answer.stderr)
+    rows = {row["name"]: row for row in service.get("/api/sessions?tail=10").json}
+    assert rows[name]["state"] == "running"
+    assert {label: rows[other]["state"] for label, other in names.items()} == dict.fromkeys(FOREIGN, "broken")
+    listed = engine.sandbox("ps")
+    assert listed.returncode == 0 and listed.stdout.count(" broken ") >= len(FOREIGN)
+    assert "\x1b" not in listed.stdout
+    for label, other in names.items():
+        path = f"/api/sessions/{other}"
+        assert service.get(path).json["state"] == "broken", label
+        statuses = {}
+        for end, method, body in (("settings", "GET", None), ("settings", "PUT", {"env": {"A": "b"}}),
+                                  ("network", "GET", None), ("network", "POST", {"allow": "a.test"}),
+                                  ("start", "POST", None), ("recreate", "POST", None),
+                                  ("command", "POST", {"command": "true"}), ("prompt", "POST", {"prompt": "x"})):
+            reply = service.post(f"{path}/{end}", body, method)
+            statuses[f"{method} {end}"] = reply.status
+            assert "whole" in reply.json["error"]["message"] or "allowlist" in reply.json["error"]["message"]
+        assert set(statuses.values()) == {409}, (label, statuses)
+        assert service.get(f"{path}/jobs").json == service.get(f"{path}/terminals").json == []
+        answer = engine.sandbox("run", "-n", other, "-x", "true")
+        assert answer.returncode == 125 and "sandbox rm" in answer.stderr, (label, answer.stderr)
+    assert service.ended(service.job(name, "true"))["exit"] == 0
+    last = names.popitem()[1]
+    for other in names.values():
+        assert service.request("DELETE", f"/api/sessions/{other}").status == 200
+    assert engine.sandbox("rm", last).returncode == 0
+    assert not {row["name"] for row in service.get("/api/sessions").json} & {*names.values(), last}
+    assert "Traceback" not in service.said_at_the_end()
 
 
 def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service: Service, name: str) -> None:
