@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from websockets.server import ServerProtocol
 
 DEFAULT_ADDRESS = "127.0.0.1:3000"
+# A name of our own on loopback. A cookie goes to all ports of its name, and so to what listens there.
+OWN_NAME = "sandbox.localhost"
+RESOLVE_SECONDS = 1
 HEAD_BYTES, TARGET_BYTES, HEADER_COUNT = 16 * 1024, 4096, 64
 BODY_BYTES, ANONYMOUS_BODY_BYTES = 1024 * 1024, 8 * 1024
 IDLE_SECONDS, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 60, 10, 30, 30
@@ -435,7 +438,7 @@ def host_name(host: str) -> str:
 def check_host(request: Request, local: str, allowed: Sequence[str]) -> None:
     """Refuse names that we are not known by (DNS rebinding); `local` is the address the client has reached."""
     name = host_name(request.headers["host"])
-    loopback = is_loopback(local) and (name == "localhost" or is_loopback(name))
+    loopback = is_loopback(local) and (name in ("localhost", OWN_NAME) or is_loopback(name))
     if not (name and (loopback or name == local or name in allowed)):
         raise Malformed("foreign_host", f"this service does not answer to the name {name[:100]!r}",
                         "start it with --allow-host <name>, or list the name in allowedHosts")
@@ -1162,6 +1165,7 @@ def delete_session(app: App, _request: Request, params: Params) -> Answer:
 
 def post_start(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
+    session.created()  # raises where its labels are not whole
     was_running = session.state == "running"
     sandbox.started(engine, session)
     app.sessions.changed()
@@ -2493,6 +2497,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         raise SandboxError(f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
                            f"sandbox serve {where} --restart, or --stop")
     app = App(address, config, tls is not None)
+    named = leads_here(OWN_NAME, address[0])
     share_one_heap()
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(0.0001)
@@ -2512,9 +2517,12 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    tell(f"sandbox serves at {'https' if tls else 'http'}://{where}")
+    scheme = "https" if tls else "http"
+    tell(f"sandbox serves at {scheme}://{where}")
     tell(f"user: {app.user}")
     tell(f"password: {app.password} (of this run)" if app.generated else "password: as configured")
+    if named:
+        tell(f"better open: {scheme}://{OWN_NAME}:{address[1]}")
     if record["background"]:
         tell(f"log: {web_path(address)}.log")
         tell("")
@@ -2528,6 +2536,21 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     with suppress(OSError):
         lock.write({"pid": os.getpid(), "background": record["background"]})
     return status
+
+
+def leads_here(name: str, address: str) -> bool:
+    """Whether a name resolves to loopback addresses only, the one we listen on among them; soon, or not at all."""
+    found: set[str] = set()
+
+    def resolve() -> None:
+        with suppress(OSError):
+            found.update(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))
+
+    thread = threading.Thread(target=resolve, daemon=True)
+    thread.start()
+    thread.join(RESOLVE_SECONDS)
+    reached = {address} if is_loopback(address) else {"127.0.0.1", "::1"}
+    return all(map(is_loopback, found)) and bool(found & reached)
 
 
 def share_one_heap() -> None:

@@ -241,6 +241,9 @@ def test_an_expired_cookie_proves_nothing(service: Service) -> None:
         ("localhost", 200),
         ("LOCALHOST:{port}", 200),
         ("localhost.", 200),
+        ("sandbox.localhost:{port}", 200),
+        ("x.sandbox.localhost", 421),
+        ("other.localhost", 421),
         ("127.0.0.1", 200),
         ("[::1]:{port}", 200),
         ("localhost@evil.example", 421),
@@ -253,6 +256,23 @@ def test_an_expired_cookie_proves_nothing(service: Service) -> None:
 def test_a_foreign_host_is_refused(service: Service, host: str, status: int) -> None:
     data = f"GET /auth/login HTTP/1.1\r\nHost: {host.format(port=service.port)}\r\nConnection: close\r\n\r\n"
     assert service.status(data.encode()) == status
+
+
+@pytest.mark.parametrize("leads_to, printed", [("127.0.0.1", True), ("192.0.2.1", False)])
+def test_the_own_name_is_printed_where_it_leads_here(
+    engine: Engine, home: Path, project: Path, leads_to: str, printed: bool
+) -> None:
+    """With a hosts file of its own, that knows nothing but it."""
+    address = f"127.0.0.1:{free_port()}"
+    (project / "hosts").write_text(f"{leads_to} sandbox.localhost\n")
+    mount = 'mount --bind hosts /etc/hosts && exec "$@"'
+    argv = ["unshare", "-m", "sh", "-c", mount, "sh", *engine.sandbox_argv("serve", address, "-d", "-P", "x")]
+    where = engine.where(cwd=project, home=home)
+    answer = subprocess.run(argv, capture_output=True, text=True, timeout=60, **where)
+    assert answer.returncode == 0, answer.stderr
+    assert engine.sandbox("serve", address, "--stop").returncode == 0
+    port = address.rpartition(":")[2]
+    assert (f"http://sandbox.localhost:{port}\n" in answer.stdout) == printed
 
 
 def test_no_host_and_two_hosts(service: Service) -> None:
@@ -274,6 +294,9 @@ def test_a_name_that_was_allowed(engine: Engine) -> None:
     [
         ({}, True),
         ({"Origin": "http://{address}"}, True),
+        ({"Origin": "http://sandbox.localhost:{port}", "Host": "sandbox.localhost:{port}"}, True),
+        ({"Origin": "http://{address}", "Host": "sandbox.localhost:{port}"}, False),
+        ({"Origin": "http://sandbox.localhost:5173", "Host": "sandbox.localhost:{port}"}, False),
         ({"Origin": "https://{address}"}, True),
         ({"Origin": "null"}, False),
         ({"Origin": "http://evil.example"}, False),
@@ -285,7 +308,7 @@ def test_a_name_that_was_allowed(engine: Engine) -> None:
     ],
 )
 def test_a_foreign_origin_changes_nothing(service: Service, headers: dict[str, str], allowed: bool) -> None:
-    sent = {name: value.format(address=service.address) for name, value in headers.items()}
+    sent = {name: value.format(address=service.address, port=service.port) for name, value in headers.items()}
     login = service.post("/auth/login", {"username": "admin", "password": PASSWORD}, headers=sent)
     assert login.status == (200 if allowed else 403)
     assert service.post("/api/sessions", {"nonsense": 1}, headers=sent).status == (400 if allowed else 403)
