@@ -146,18 +146,18 @@ NESTING = 64  # levels; nothing of ours has more than a dozen
 JSON_FILE_BYTES = 16 * 1024 * 1024
 
 
-def parse_json(text: str | bytes | bytearray) -> Any:
-    """The value of a JSON text.
+def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] | None = None) -> Any:
+    """The value of a JSON text; `number` reads what is no integer in it.
 
-    Raises ValueError, also for one that is nested deeper than NESTING levels, and for numbers that JSON
-    does not have (NaN, infinity): a browser would refuse what we make of them.
+    Raises ValueError, also for one that is nested deeper than NESTING levels and, without `number`, for
+    what JSON does not have (NaN, infinity): a browser would refuse what we make of it.
     """
     import json
 
     text = text if isinstance(text, str) else text.decode()
     if text.count("[") + text.count("{") > NESTING:
         check_nesting(text)
-    return json.loads(text, parse_constant=finite, parse_float=finite)
+    return json.loads(text, parse_constant=number or finite, parse_float=number or finite)
 
 
 def check_nesting(text: str) -> None:
@@ -470,7 +470,7 @@ class Layer:
                 raise SandboxError(f"{self.source(key)}: not together with {EXCLUSIVE[key]}", "keep one of them", code)
             try:
                 self.values[key] = check_value(key, value)
-            except (ValueError, RecursionError) as error:  # repr() of a deep value
+            except ValueError as error:
                 raise SandboxError(f"{self.source(key)}: {error}", code=code) from None
 
     def source(self, key: str) -> str:
@@ -563,7 +563,7 @@ def read_config() -> dict[str, Any]:
     import json
 
     try:
-        data = parse_json(text)
+        data = parse_json(text, float)  # a key's own check says more of what is no number
     except json.JSONDecodeError as error:
         raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}", "correct the JSON") from None
     except ValueError as error:  # nested too deeply, or a number of 5,000 digits

@@ -145,7 +145,8 @@ def test_what_alternates_costs_at_most_three_times_its_size(service: Service, na
 @docker_only
 @pytest.mark.parametrize(
     "prompt",
-    ["plain", 'it\'s "quoted" $HOME `id` $(id) \\ ; rm -rf / & | > <', "two\nlines\n\n", "{prompt} -ünïcode 日本"],
+    ["plain", 'it\'s "quoted" $HOME `id` $(id) \\ ; rm -rf / & | > <', "two\nlines\n\n", "{prompt} -ünïcode 日本",
+     '[{"\\' * 100],
 )
 @pytest.mark.parametrize(
     "template", ["printf %s {prompt}", "printf '%s' \"{prompt}\"", "printf %s '{prompt}'", 'printf %s \\"{prompt}']

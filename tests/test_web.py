@@ -445,7 +445,7 @@ def test_the_answer_to_head_has_no_body(service: Service, engine: Engine, name: 
     for more in ((), (f"Cookie: {service.cookie}",), (f"Cookie: {service.cookie}", *upgrade),
                  ("no colon",), ("Content-Length: 99999",), (f"A: {'a' * 20_000}",)):
         for path in paths:
-            answer = service.raw(head(service, path, "HEAD", *more))
+            answer = service.raw(head(service, path, "HEAD", *more), 5)
             assert re.match(rb"HTTP/1.1 [2345]", answer) and answer.endswith(b"\r\n\r\n"), (path, answer)
             assert answer.count(b"\r\n\r\n") == 1, (path, answer)
     assert service.get(f"/api/sessions/{session}/terminals").json == []
@@ -859,29 +859,33 @@ def check_account(engine: Engine, options: list[str], env: dict[str, str], expec
         assert reply.stdout == '{"ok":true}\n'
 
 
+def make_certificate(home: Path) -> None:
+    """key.pem and cert.pem of 127.0.0.1."""
+    argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(home / "key.pem"),
+            "-out", str(home / "cert.pem")]
+    subprocess.run(argv, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("data", [b"", bytes.fromhex("160301020001")], ids=["nothing", "half a hello"])
+def test_the_owner_is_served_while_handshakes_hang(engine: Engine, home: Path, data: bytes) -> None:
+    make_certificate(home)
+    port = free_port()
+    cert, key = str(home / "cert.pem"), str(home / "key.pem")
+    argv = ("serve", f"127.0.0.1:{port}", "-P", PASSWORD, "--cert", cert, "--key", key)
+    with engine.popen(*argv) as process:
+        assert process.stdout and "https://" in process.stdout.readline()
+        context = ssl.create_default_context(cafile=cert)
+        with hanging(port, data, 900):
+            for _ in range(20):
+                connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=60, context=context)
+                connection.request("GET", "/auth/login")
+                assert connection.getresponse().status == 200
+                connection.close()
+
+
 def test_tls_and_a_warning_without_it(engine: Engine, home: Path) -> None:
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-keyout",
-            home / "key.pem",
-            "-out",
-            home / "cert.pem",
-            "-days",
-            "1",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-        ],
-        check=True,
-        capture_output=True,
-    )
+    make_certificate(home)
     address = f"127.0.0.1:{free_port()}"
     with engine.popen(
         "serve", address, "-P", "pw", "--cert", str(home / "cert.pem"), "--key", str(home / "key.pem")
