@@ -258,23 +258,6 @@ def test_a_foreign_host_is_refused(service: Service, host: str, status: int) -> 
     assert service.status(data.encode()) == status
 
 
-@pytest.mark.parametrize("leads_to, printed", [("127.0.0.1", True), ("192.0.2.1", False)])
-def test_the_own_name_is_printed_where_it_leads_here(
-    engine: Engine, home: Path, project: Path, leads_to: str, printed: bool
-) -> None:
-    """With a hosts file of its own, that knows nothing but it."""
-    address = f"127.0.0.1:{free_port()}"
-    (project / "hosts").write_text(f"{leads_to} sandbox.localhost\n")
-    mount = 'mount --bind hosts /etc/hosts && exec "$@"'
-    argv = ["unshare", "-m", "sh", "-c", mount, "sh", *engine.sandbox_argv("serve", address, "-d", "-P", "x")]
-    where = engine.where(cwd=project, home=home)
-    answer = subprocess.run(argv, capture_output=True, text=True, timeout=60, **where)
-    assert answer.returncode == 0, answer.stderr
-    assert engine.sandbox("serve", address, "--stop").returncode == 0
-    port = address.rpartition(":")[2]
-    assert (f"http://sandbox.localhost:{port}\n" in answer.stdout) == printed
-
-
 def test_no_host_and_two_hosts(service: Service) -> None:
     assert service.status(b"GET /auth/login HTTP/1.1\r\n\r\n") == 400
     assert service.status(b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n") == 400
@@ -828,6 +811,23 @@ def test_an_address_in_use_and_a_foreground_server(engine: Engine, home: Path) -
 def test_only_ip_and_port_is_an_address(engine: Engine, address: str) -> None:
     answer = engine.sandbox("serve", address)
     assert answer.returncode == 2 and "<ip:port>" in answer.stderr
+
+
+@pytest.mark.parametrize("leads_to, printed", [("127.0.0.1", True), ("192.0.2.1", False)])
+def test_the_own_name_is_printed_where_it_leads_here(
+    engine: Engine, home: Path, project: Path, leads_to: str, printed: bool
+) -> None:
+    """With a hosts file of its own, that knows nothing but it."""
+    address = f"127.0.0.1:{free_port()}"
+    (project / "hosts").write_text(f"{leads_to} sandbox.localhost\n")
+    mount = 'mount --bind hosts /etc/hosts && exec "$@"'
+    argv = ["unshare", "-m", "sh", "-c", mount, "sh", *engine.sandbox_argv("serve", address, "-d", "-P", "x")]
+    where = engine.where(cwd=project, home=home)
+    answer = subprocess.run(argv, capture_output=True, text=True, timeout=60, **where)
+    assert answer.returncode == 0, answer.stderr
+    assert engine.sandbox("serve", address, "--stop").returncode == 0
+    port = address.rpartition(":")[2]
+    assert (f"http://sandbox.localhost:{port}\n" in answer.stdout) == printed
 
 
 def test_where_the_credentials_come_from(engine: Engine, home: Path) -> None:
