@@ -139,8 +139,8 @@ def random_id() -> str:
 
 
 # --- JSON ---
-# Every JSON text is read here. The interpreter's parser calls itself for each level, and from 3.13 on it
-# goes deeper than the stack of a small thread reaches: the process dies, and no exception says so.
+# Every JSON text is read here. The interpreter's parser calls itself for each level, and from 3.13
+# on it goes deeper than the stack of a small thread reaches: the process dies without an exception.
 
 NESTING = 64  # levels; nothing of ours has more than a dozen
 JSON_FILE_BYTES = 16 * 1024 * 1024
@@ -149,8 +149,8 @@ JSON_FILE_BYTES = 16 * 1024 * 1024
 def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] | None = None) -> Any:
     """The value of a JSON text; `number` reads what is no integer in it.
 
-    Raises ValueError, also for one that is nested deeper than NESTING levels and, without `number`, for
-    what JSON does not have (NaN, infinity): a browser would refuse what we make of it.
+    Raises ValueError, also for one that is nested deeper than NESTING levels and, without `number`,
+    for what JSON does not have (NaN, infinity): a browser would refuse what we make of it.
     """
     import json
 
@@ -161,7 +161,7 @@ def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] | N
 
 
 def check_nesting(text: str) -> None:
-    """Raise ValueError for too many levels; what comes behind a mistake in the text may go uncounted."""
+    """Raise ValueError for too many levels; what follows a mistake in the text may go uncounted."""
     import re
 
     # Without its escapes every second piece between two quotes is a string.

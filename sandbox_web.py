@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from websockets.server import ServerProtocol
 
 DEFAULT_ADDRESS = "127.0.0.1:3000"
-# A name of our own on loopback. A cookie goes to all ports of its name, and so to what listens there.
+# A name of our own on loopback: a cookie goes to whatever listens on another port of its name.
 OWN_NAME = "sandbox.localhost"
 RESOLVE_SECONDS = 1
 HEAD_BYTES, TARGET_BYTES, HEADER_COUNT = 16 * 1024, 4096, 64
@@ -394,7 +394,7 @@ def error_answer(error: WebError) -> Answer:
 
 
 def serialize(answer: Answer, request: Request | None, keep: bool, bare: bool) -> bytes:
-    """Head and, unless it is to be bare, body in one piece, compressed where that helps and can be read."""
+    """Head and, unless it is to be bare, body; compressed where that helps and can be read."""
     body, headers = answer.body, dict(answer.headers)
     accepts = request is not None and "gzip" in request.headers.get("accept-encoding", "")
     if answer.packed and not accepts:
@@ -512,8 +512,8 @@ class Gateway:
     """Who may pass: one account, and logins as signed cookies that end by time, logout or a new password.
 
     The key of the signature comes from a secret of the server's and the credentials. Ended logins are
-    kept until their time is over, so that a restart does not bring them back. A login that ends takes
-    its open connections with it.
+    kept until their time is over, so that a restart does not bring them back. A login that ends
+    takes its open connections with it.
     """
 
     def __init__(self, user: str, password: str, path: str, port: int, secure: bool) -> None:
@@ -522,7 +522,7 @@ class Gateway:
         self.cookie = f"sandbox_{port}"  # cookies know no ports: two servers would share one
         self.throttle = Throttle()
         self.lock = threading.Lock()
-        self.held: dict[str, set[socket.socket]] = {}  # streams and terminals that are open, by login
+        self.held: dict[str, set[socket.socket]] = {}  # open streams and terminals, by login
         self.secret, self.ended = self.load()
         self.key = hmac.digest(self.secret, self.account, "sha256")
 
@@ -622,7 +622,10 @@ class Gateway:
 
 
 def shut_down(sock: socket.socket) -> None:
-    """End a connection that another thread uses; a TLS socket's own shutdown() would bare the thread's data."""
+    """End a connection that another thread uses.
+
+    A TLS socket's own shutdown() takes its encryption away: the thread would write in the clear.
+    """
     with suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
@@ -635,11 +638,11 @@ def digest(user: str, password: str) -> bytes:
 
 
 class Server(ThreadingHTTPServer):
-    """A thread per connection, up to CONNECTIONS of them; then one that has not logged in makes room.
+    """A thread per connection, up to CONNECTIONS of them; then one without a login makes room.
 
-    Whatever an anonymous connection is doing (a handshake, half a head, half a body, an answer that it
-    does not take), it goes before one with a login: first the oldest from an address that nobody is
-    logged in from.
+    Whatever an anonymous connection is doing (a handshake, half a head, half a body, an answer that
+    it does not take), it goes before one with a login: first the oldest from an address that nobody
+    is logged in from.
     """
 
     daemon_threads = True
@@ -934,7 +937,7 @@ def post_logout(app: App, request: Request, _params: Params) -> Answer:
         if request.login:
             app.gateway.log_out(request.login)
     except SandboxError as error:
-        message = f"the login has ended, and a restart of the server would bring it back: {error.message}"
+        message = f"the login has ended, but a restart would bring it back: {error.message}"
         hint = "make room there, then restart the server with another password"
         raise WebError("disk_full", message, hint, gone) from None
     return json_answer({"ok": True}, headers=gone)
@@ -1047,9 +1050,10 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
     try:
         have, _ = session.created()
     except sandbox.BrokenSession:
-        nothing = dict.fromkeys(("agent", "profile", "directory", "workdir", "image", "network"), "")
-        return {**nothing, "name": session.name, "state": "broken", "ports": [], "runtime": engine.name,
-                "recreate": [], "agentPromptCommand": ""}
+        unknown = ("agent", "profile", "directory", "workdir", "image", "network",
+                   "agentPromptCommand")
+        return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
+                "runtime": engine.name, "recreate": []}
     settings = read_settings(session.name)
     config = session_config(session, settings)
     return {
@@ -1650,7 +1654,8 @@ def get_events(app: App, request: Request, params: Params) -> Stream:
     offset = request.number("from", 0, 0, 1 << 60)
     follower = Follower(job_folder(job["session"], job["id"]), offset)
     return Stream("text/event-stream; charset=utf-8",
-                  lambda sock: follow_job(sock, job, follower, lambda: app.stopping), follower.close)
+                  lambda sock: follow_job(sock, job, follower, lambda: app.stopping),
+                  follower.close)
 
 
 def get_output(_app: App, request: Request, params: Params) -> Stream:
@@ -2539,7 +2544,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
 
 
 def leads_here(name: str, address: str) -> bool:
-    """Whether a name resolves to loopback addresses only, the one we listen on among them; soon, or not at all."""
+    """Whether a name soon resolves to loopback addresses only, where we listen among them."""
     found: set[str] = set()
 
     def resolve() -> None:

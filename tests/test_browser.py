@@ -810,11 +810,13 @@ http.server.HTTPServer(("", 8000), Handler).serve_forever()
 """
 
 
-@pytest.mark.parametrize("host, other", [("sandbox.localhost", "127.0.0.1"), ("127.0.0.1", "localhost")])
+@pytest.mark.parametrize(
+    "host, other", [("sandbox.localhost", "127.0.0.1"), ("127.0.0.1", "localhost")]
+)
 def test_what_a_session_publishes_does_not_get_the_login(
     browser: Browser, service: Service, name: str, host: str, other: str
 ) -> None:
-    """It is opened by the page's link, and then by a name that somebody typed: that one shows what would go."""
+    """Opened by the page's link; typed with the page's name it shows what would go."""
     port = free_port()
     write_config(service.engine.home, ports=[f"{port}:8000"])
     service.create(name)
@@ -828,8 +830,9 @@ def test_what_a_session_publishes_does_not_get_the_login(
     link = page.eval("document.querySelector('.session-head a.port').href")
     assert link == f"http://{other}:{port}/"
     events = service.events(job)
-    for url, cookie in ((f"{link}link", "None"), (f"http://{host}:{port}/typed", f"sandbox_{service.port}=")):
-        page.goto(url)
-        asked = next(data for kind, data, _ in events if kind == "stdout" and f"/{url.split('/')[-1]} " in data)
-        assert f"/{url.split('/')[-1]} with {cookie}" in asked
+    typed = f"http://{host}:{port}/"
+    for url, path, cookie in ((link, "link", "None"), (typed, "typed", f"sandbox_{service.port}=")):
+        page.goto(url + path)
+        asked = next(text for kind, text, _ in events if kind == "stdout" and f"/{path} " in text)
+        assert f"/{path} with {cookie}" in asked
     page.close()

@@ -250,13 +250,14 @@ def is_cut(stream: Iterator[tuple[str, object, int]]) -> bool:
 
 
 @docker_only
-def test_a_logout_ends_what_its_login_has_open_and_nothing_else(service: Service, name: str) -> None:
+def test_a_logout_ends_what_its_login_has_open_and_no_more(service: Service, name: str) -> None:
     session = service.create(name, network={"allow": ["a.test"]})["name"]
     job = service.job(session, "echo ready; sleep 1000")
     mine = service.cookie
     with service.terminal(session) as kept:
         service.log_in()
-        with service.terminal(session) as screen, service.terminal(session, f"id={kept.hello['id']}&view=1") as shared:
+        look = f"id={kept.hello['id']}&view=1"
+        with service.terminal(session) as screen, service.terminal(session, look) as shared:
             run(screen, "echo fir''st")
             screen.expect("first")
             id, seq = screen.hello["id"], screen.seq
@@ -295,9 +296,9 @@ def test_a_logout_ends_a_terminal_that_takes_nothing(service: Service, name: str
         threads = service.resources()[0]
         assert service.post("/auth/logout").status == 200
         service.log_in()
-        rows = service.get(f"/api/sessions/{name}/terminals").json
-        assert [row["ended"] for row in rows] == [False, False]
-        wait_for(lambda: [row["viewers"] for row in service.get(f"/api/sessions/{name}/terminals").json] == [0, 0])
+        path = f"/api/sessions/{name}/terminals"
+        assert [row["ended"] for row in service.get(path).json] == [False, False]
+        wait_for(lambda: [row["viewers"] for row in service.get(path).json] == [0, 0])
         assert service.resources()[0] <= threads + 1
 
 

@@ -142,7 +142,7 @@ function drawHead(head, name, session, view) {
       act("Remove", () => remove(name), "trash", { "aria-label": `Remove ${name}` })));
 }
 
-/** What a session publishes, as links under another name than this page's: a cookie goes to all ports of its name. */
+/** What a session publishes, as links under another name than this page's: cookies know no ports. */
 function portLinks(ports = []) {
   const loopback = /^(127\..*|\[::1\]|(.*\.)?localhost)$/;
   return ports.map((port) => {
@@ -151,7 +151,8 @@ function portLinks(ports = []) {
     const names = loopback.test(address) ? [address, "localhost"] : [address];
     const name = names.find((other) => other !== location.hostname);
     const there = name && (loopback.test(location.hostname) || !loopback.test(name));
-    const link = { class: "port", href: `http://${name}:${number}/`, target: "_blank", rel: "noreferrer" };
+    const href = `http://${name}:${number}/`;
+    const link = { class: "port", href, target: "_blank", rel: "noreferrer" };
     return [" · ", there ? h("a", link, `port ${number}`) : `port ${number ?? port}`];
   });
 }
