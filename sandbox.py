@@ -1047,7 +1047,7 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     for key in ("image", "directory", "workdir"):
         a_word(spec[key])
     for key in spec.keys() & KEYS:
-        if spec[key] is not None:
+        if spec[key] is not None or key in LISTS or key == "network":
             check_value(key, spec[key])
     matching("[0-9]{1,10}:[0-9]{1,10}", "uid:gid")(labels["sandbox.user"])
     if not all(map(is_text, spec.get("sources", ()))):

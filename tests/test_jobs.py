@@ -402,6 +402,7 @@ FOREIGN: dict[str, dict[str, str]] = {
     "deep inside": {"created": '{"spec":' * 1000},
     "no object": {"created": "[]"},
     "ports": {"created": created(ports=5)},
+    "no list": {"created": created(ports=None)},
     "a port": {"created": created(ports=["5"])},
     "network": {"created": created(network={"allow": 5}), "network": "allow"},
     "no network": {"created": created().replace('"network"', '"x"')},
