@@ -148,6 +148,57 @@ def random_id() -> str:
     return os.urandom(5).hex()
 
 
+# --- JSON ---
+# Every JSON text is read here. The interpreter's parser calls itself for each level, and from 3.13
+# on it goes deeper than the stack of a small thread reaches: the process dies without an exception.
+
+NESTING = 64  # levels; nothing of ours has more than a dozen
+JSON_FILE_BYTES = 16 * 1024 * 1024
+
+
+def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] | None = None) -> Any:
+    """The value of a JSON text; `number` reads what is no integer in it.
+
+    Raises ValueError, also for one that is nested deeper than NESTING levels and, without `number`,
+    for what JSON does not have (NaN, infinity): a browser would refuse what we make of it.
+    """
+    import json
+
+    text = text if isinstance(text, str) else text.decode()
+    if text.count("[") + text.count("{") > NESTING:
+        check_nesting(text)
+    return json.loads(text, parse_constant=number or finite, parse_float=number or finite)
+
+
+def check_nesting(text: str) -> None:
+    """Raise ValueError for too many levels; what follows a mistake in the text may go uncounted."""
+    import re
+
+    # Without its escapes every second piece between two quotes is a string.
+    outside = "".join(re.sub(r"\\.", "", text, flags=re.DOTALL).split('"')[::2])
+    depth = 0
+    for bracket in re.findall(r"[][{}]", outside):
+        depth += 1 if bracket in "[{" else -1
+        if depth > NESTING:
+            raise ValueError(f"it is nested deeper than {NESTING} levels")
+
+
+def finite(text: str) -> float:
+    number = float(text)
+    if number - number:  # not a number, for what is not finite
+        raise ValueError(f"{text[:40]} is not a number of JSON")
+    return number
+
+
+def read_json(path: str) -> Any:
+    """The value in a file that others may have written, too. Raises OSError and ValueError."""
+    with open(path, "rb") as file:
+        text = file.read(JSON_FILE_BYTES + 1)
+    if len(text) > JSON_FILE_BYTES:
+        raise ValueError(f"it is larger than {JSON_FILE_BYTES} bytes")
+    return parse_json(text)
+
+
 # --- Env files ---
 
 
@@ -447,7 +498,7 @@ class Layer:
                 raise SandboxError(f"{self.source(key)}: not together with {EXCLUSIVE[key]}", "keep one of them", code)
             try:
                 self.values[key] = check_value(key, value)
-            except (ValueError, RecursionError) as error:  # repr() of a deep value
+            except ValueError as error:
                 raise SandboxError(f"{self.source(key)}: {error}", code=code) from None
 
     def source(self, key: str) -> str:
@@ -540,10 +591,10 @@ def read_config() -> dict[str, Any]:
     import json
 
     try:
-        data = json.loads(text)
+        data = parse_json(text, float)  # a key's own check says more of what is no number
     except json.JSONDecodeError as error:
         raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}", "correct the JSON") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of 5,000 digits
+    except ValueError as error:  # nested too deeply, or a number of 5,000 digits
         raise SandboxError(f"{path}: {error}", "correct the JSON") from None
     if not isinstance(data, dict) or not isinstance(data.get("runs", {}), dict):
         raise SandboxError(f"{path}: the file and its `runs` must be JSON objects", "correct the JSON")
@@ -1005,21 +1056,44 @@ class Session:
     def __init__(self, name: str, state: str, labels: Mapping[str, str], id: str = "") -> None:
         self.name, self.state, self.labels, self.id = name, state, labels, id
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
-        self.profile, self.agent = labels.get("sandbox.profile", ""), labels.get("sandbox.agent", "")
+        self.profile = labels.get("sandbox.profile", "")
+        self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
         # its proxy and the volume that the two share, '' for a network without an allowlist
         proxied = labels.get("sandbox.network") == "allow"
         self.proxy = f"sandbox-proxy-{labels.get('sandbox.session')}" if proxied else ""
         self.volume = self.proxy.replace("proxy", "net")
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What it was created from, and the settings that came from flags or name its agent."""
-        import json
+        """What it was created from, and the settings that came from flags or name its agent.
 
+        Raises BrokenSession: anyone can give a container labels with our names.
+        """
         try:
-            data = json.loads(self.labels["sandbox.created"])
-            return {"directory": "/", "workdir": "/", **data["spec"]}, dict(data["flags"])
-        except (KeyError, TypeError, ValueError):
-            raise SandboxError(f"the labels of {self.name} are not ours", "use another name", 125) from None
+            data = parse_json(self.labels["sandbox.created"])
+            spec = {"directory": "/", "workdir": "/", **data["spec"]}
+            check_created(spec, self.labels)
+            return spec, dict(Layer(data["flags"], "").values)
+        except (KeyError, TypeError, ValueError, AttributeError, SandboxError):
+            message = f"the labels of the container {self.name} are not those of a whole session"
+            raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
+
+
+class BrokenSession(SandboxError):
+    """A container with our labels and nonsense in them: it can be listed and removed, no more."""
+
+
+def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+    """Raise ValueError, KeyError or TypeError where labels hold what none of ours could."""
+    for key in ("image", "directory", "workdir"):
+        a_word(spec[key])
+    for key in spec.keys() & KEYS:
+        if spec[key] is not None or key in LISTS or key == "network":
+            check_value(key, spec[key])
+    matching("[0-9]{1,10}:[0-9]{1,10}", "uid:gid")(labels["sandbox.user"])
+    if not all(map(is_text, spec.get("sources", ()))):
+        raise ValueError("sources")
+    if isinstance(spec["network"], dict) != (labels.get("sandbox.network") == "allow"):
+        raise ValueError("network")
 
 
 INSPECT = ("container", "inspect", "--format", "{{.Id}} {{.Name}} {{.State.Status}} {{json .Config.Labels}}")
@@ -1032,12 +1106,10 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
         return engine, None
     if status:
         raise failure(engine.name, err)
-    import json
-
     id, real_name, state, labels = out.strip().split(" ", 3)
     if real_name.lstrip("/") != name:  # the engine takes the start of an id, too
         return engine, None
-    session = Session(name, state, json.loads(labels) or {}, id)
+    session = Session(name, state, parse_json(labels) or {}, id)
     if "sandbox.session" not in session.labels:
         raise SandboxError(f"the container {name} exists and is not a sandbox session",
                            "choose another name with -n", 125)
@@ -1080,12 +1152,9 @@ def remember(engine: Engine, session: Session) -> None:
 
 def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | None:
     """The session as it was when we last saw it."""
-    import json
-
     for engine in engines:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            with open(memory_path(engine, name), encoding="utf-8") as file:
-                data = json.load(file)
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            data = read_json(memory_path(engine, name))
             return engine, Session(name, "running", data["labels"], data["id"])
     return None
 
@@ -1445,10 +1514,8 @@ def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
 
 def decision_of(line: str | bytes) -> Any:
     """A line of the proxy's log, or None for one that is no decision."""
-    import json
-
     with suppress(ValueError):
-        data = json.loads(line)
+        data = parse_json(line)
         return data if isinstance(data, dict) else None
     return None
 
@@ -1778,8 +1845,7 @@ def supervise(folder: str) -> int:
     import json
 
     path = os.path.join(folder, "job.json")
-    with open(f"{path}.new", encoding="utf-8") as file:
-        argv = json.load(file)["argv"]
+    argv = read_json(f"{path}.new")["argv"]
     lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.rename(f"{path}.new", path)  # who saw the job without its lock would take it for lost
@@ -2127,12 +2193,9 @@ def settings_path(name: str) -> str:
 
 def read_settings(name: str) -> dict[str, Any]:
     """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
-    import json
-
     path = settings_path(name)
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+        data = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -2220,7 +2283,7 @@ def cmd_rm(args: argparse.Namespace) -> int:
 
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
-ID_LABELS = ("sandbox.session", "sandbox.proxy")
+ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created")
 PS_ARGS = ("ps", "-a", "--filter", "label=sandbox.session", "--format")
 PS_DOCKER = (
     '{"Names":[{{json .Names}}],"State":{{json .State}},"Image":{{json .Image}},"CreatedAt":{{json .CreatedAt}},'
@@ -2232,6 +2295,7 @@ def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
     """All sessions, with one call: name, state, agent, profile, image, directory, network, created (ISO 8601), runtime.
 
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
+    The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
     engine, rows = list_containers(engines)
     running = {row["Labels"]["sandbox.session"] for row in rows if is_proxy(row) and row["State"] == "running"}
@@ -2249,10 +2313,8 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
     engine, status, out, err = first_answer(engines, lambda e: e.output(*PS_ARGS, formats[e.name]))
     if status:
         raise failure(engine.name, err)
-    import json
-
     podman = engine.name == "podman"
-    return engine, json.loads(out or "[]") if podman else [json.loads(line) for line in out.splitlines()]
+    return engine, parse_json(out or "[]") if podman else list(map(parse_json, out.splitlines()))
 
 
 def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
@@ -2264,6 +2326,10 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
     }
     if result["network"] == "allow" and row["State"] == "running" and labels["sandbox.session"] not in proxies:
         result["network"] = "cut"
+    try:
+        Session(result["name"], "", labels).created()
+    except BrokenSession:
+        result["state"] = "broken"
     return result
 
 

@@ -64,10 +64,16 @@ if TYPE_CHECKING:
     from websockets.server import ServerProtocol
 
 DEFAULT_ADDRESS = "127.0.0.1:3000"
+# A name of our own on loopback: a cookie goes to whatever listens on another port of its name.
+OWN_NAME = "sandbox.localhost"
+RESOLVE_SECONDS = 1
 HEAD_BYTES, TARGET_BYTES, HEADER_COUNT = 16 * 1024, 4096, 64
 BODY_BYTES, ANONYMOUS_BODY_BYTES = 1024 * 1024, 8 * 1024
 IDLE_SECONDS, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 60, 10, 30, 30
-CONNECTIONS = 600  # an older one that waits for a request makes room
+CONNECTIONS = 600  # then one makes room
+SPARE_CONNECTIONS = 50  # those that are just ending
+CONNECTIONS_TRIMMED = 20  # after so many have gone, the memory that they took is given back
+ROOM_SECONDS = 2  # how long a new connection waits for one that was told to make room
 STACK_BYTES = 256 * 1024
 LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
@@ -132,6 +138,8 @@ def as_web_error(error: Exception) -> WebError:
     if isinstance(error, EngineProblem):
         code = "image_missing" if error.kind == "image" else "engine_unavailable"
         return WebError(code, error.message, error.hint)
+    if isinstance(error, sandbox.BrokenSession):
+        return WebError("conflict", error.message, error.hint)
     if isinstance(error, SandboxError):
         if os.strerror(errno.ENOSPC) in error.message:
             return WebError("disk_full", error.message, error.hint)
@@ -204,17 +212,13 @@ class Request:
         if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise WebError("unsupported_type", "the body must be JSON", "send Content-Type: application/json")
         try:
-            data = json.loads(self.body, parse_constant=refuse_constant)
+            data = sandbox.parse_json(self.body)
             json.dumps(data, ensure_ascii=False).encode()  # a lone surrogate could not be stored
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise WebError("bad_request", f"the body is not valid JSON: {error}") from None
         if not isinstance(data, dict):
             raise WebError("bad_request", "the body is not a JSON object")
         return data
-
-
-def refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def parse_head(raw: bytes) -> Request:
@@ -359,16 +363,23 @@ class Answer:
 
 
 class Stream:
-    """An answer without an end: `run` writes to the socket until it returns, then the connection is closed."""
+    """An answer without an end: `run` writes until it returns, then the connection is closed.
 
-    def __init__(self, type: str, run: Callable[[socket.socket], None]) -> None:
-        self.type, self.run = type, run
+    `close` gives back what was opened for it, also where it never runs.
+    """
+
+    def __init__(self, type: str, run: Callable[[socket.socket], None],
+                 close: Callable[[], None] = lambda: None) -> None:
+        self.type, self.run, self.close = type, run, close
 
 
 class Upgrade:
-    """The connection goes to a terminal."""
+    """The connection goes to a terminal.
 
-    def __init__(self, attach: Callable[[socket.socket, bytes], None]) -> None:
+    `attach` takes it, what was read ahead, and what to call at its end.
+    """
+
+    def __init__(self, attach: Callable[[socket.socket, bytes, Callable[[], None]], None]) -> None:
         self.attach = attach
 
 
@@ -382,8 +393,8 @@ def error_answer(error: WebError) -> Answer:
     return json_answer({"error": detail}, STATUS[error.code], error.headers)
 
 
-def serialize(answer: Answer, request: Request | None, keep: bool) -> bytes:
-    """Head and body in one piece, compressed where that helps and the client can read it."""
+def serialize(answer: Answer, request: Request | None, keep: bool, bare: bool) -> bytes:
+    """Head and, unless it is to be bare, body; compressed where that helps and can be read."""
     body, headers = answer.body, dict(answer.headers)
     accepts = request is not None and "gzip" in request.headers.get("accept-encoding", "")
     if answer.packed and not accepts:
@@ -396,7 +407,6 @@ def serialize(answer: Answer, request: Request | None, keep: bool) -> bytes:
         headers["Content-Encoding"] = "gzip"
     headers |= {"Content-Type": answer.type, "Content-Length": str(len(body)), "Vary": "Accept-Encoding",
                 "Connection": "keep-alive" if keep else "close"}
-    bare = answer.status == 304 or (request is not None and request.method == "HEAD")
     return head_bytes(answer.status, headers) + (b"" if bare else body)
 
 
@@ -428,7 +438,7 @@ def host_name(host: str) -> str:
 def check_host(request: Request, local: str, allowed: Sequence[str]) -> None:
     """Refuse names that we are not known by (DNS rebinding); `local` is the address the client has reached."""
     name = host_name(request.headers["host"])
-    loopback = is_loopback(local) and (name == "localhost" or is_loopback(name))
+    loopback = is_loopback(local) and (name in ("localhost", OWN_NAME) or is_loopback(name))
     if not (name and (loopback or name == local or name in allowed)):
         raise Malformed("foreign_host", f"this service does not answer to the name {name[:100]!r}",
                         "start it with --allow-host <name>, or list the name in allowedHosts")
@@ -502,7 +512,8 @@ class Gateway:
     """Who may pass: one account, and logins as signed cookies that end by time, logout or a new password.
 
     The key of the signature comes from a secret of the server's and the credentials. Ended logins are
-    kept until their time is over, so that a restart does not bring them back.
+    kept until their time is over, so that a restart does not bring them back. A login that ends
+    takes its open connections with it.
     """
 
     def __init__(self, user: str, password: str, path: str, port: int, secure: bool) -> None:
@@ -511,24 +522,26 @@ class Gateway:
         self.cookie = f"sandbox_{port}"  # cookies know no ports: two servers would share one
         self.throttle = Throttle()
         self.lock = threading.Lock()
+        self.held: dict[str, set[socket.socket]] = {}  # open streams and terminals, by login
         self.secret, self.ended = self.load()
         self.key = hmac.digest(self.secret, self.account, "sha256")
 
     def load(self) -> tuple[bytes, dict[str, float]]:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            with open(self.path, encoding="utf-8") as file:
-                data = json.load(file)
+            data = sandbox.read_json(self.path)
             secret = bytes.fromhex(data["secret"])
             if len(secret) == 32:
                 return secret, {str(id): float(expiry) for id, expiry in data["ended"].items()}
-        return self.store(secrets.token_bytes(32), {})
-
-    def store(self, secret: bytes, ended: dict[str, float]) -> tuple[bytes, dict[str, float]]:
+        secret = secrets.token_bytes(32)
         try:
-            sandbox.write_private(self.path, json.dumps({"secret": secret.hex(), "ended": ended}))
-        except SandboxError as error:  # a new secret ends with the process, an ended login may come back with the next
-            log(f"what is known of logins could not be stored: {error.message}")
-        return secret, ended
+            self.store(secret, {})
+        except SandboxError as error:  # then the logins of this process end with it
+            log(f"the secret of logins could not be stored: {error.message}")
+        return secret, {}
+
+    def store(self, secret: bytes, ended: dict[str, float]) -> None:
+        """Keep what a restart must know. Raises SandboxError."""
+        sandbox.write_private(self.path, json.dumps({"secret": secret.hex(), "ended": ended}))
 
     def sign(self, text: str) -> str:
         return hmac.digest(self.key, text.encode(), "sha256").hex()
@@ -548,10 +561,13 @@ class Gateway:
             text, _, signature = value.rpartition(".")
             if name != self.cookie or not hmac.compare_digest(self.sign(text).encode(), signature.encode()):
                 continue
-            id, _, expiry = text.partition(".")
-            if float(expiry) > time.time() and id not in self.ended:
+            if self.is_live(text):
                 return text
         return ""
+
+    def is_live(self, login: str) -> bool:
+        id, _, expiry = login.partition(".")
+        return float(expiry) > time.time() and id not in self.ended
 
     def log_in(self, user: str, password: str, address: str) -> str:
         """The Set-Cookie of a new login. Raises WebError, after the same work for any wrong pair."""
@@ -566,12 +582,52 @@ class Gateway:
         return self.new_cookie()
 
     def log_out(self, login: str) -> None:
-        """End a login for good."""
+        """End a login for good, and the connections that it has open.
+
+        Raises SandboxError when a restart of the server would bring it back.
+        """
         id, _, expiry = login.partition(".")
         with self.lock:
             now = time.time()
             self.ended = {id: e for id, e in self.ended.items() if e > now} | {id: float(expiry)}
+            self.cut(login)
             self.store(self.secret, self.ended)
+
+    def hold(self, login: str, sock: socket.socket) -> None:
+        """Have a connection end with its login, at once where that has ended already."""
+        with self.lock:
+            self.held.setdefault(login, set()).add(sock)
+            if not self.is_live(login):
+                self.cut(login)
+
+    def release(self, login: str, sock: socket.socket) -> None:
+        """A connection has ended."""
+        with self.lock:
+            socks = self.held[login]
+            socks.discard(sock)
+            if not socks:
+                del self.held[login]
+
+    def end_expired(self) -> None:
+        """End the connections of logins whose time is over."""
+        with self.lock:
+            for login in self.held:
+                if not self.is_live(login):
+                    self.cut(login)
+
+    def cut(self, login: str) -> None:
+        """Shut the connections of a login down: it wakes who waits for them or writes to them."""
+        for sock in self.held.get(login, ()):
+            shut_down(sock)
+
+
+def shut_down(sock: socket.socket) -> None:
+    """End a connection that another thread uses.
+
+    A TLS socket's own shutdown() takes its encryption away: the thread would write in the clear.
+    """
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def digest(user: str, password: str) -> bytes:
@@ -582,16 +638,24 @@ def digest(user: str, password: str) -> bytes:
 
 
 class Server(ThreadingHTTPServer):
-    """A thread per connection, up to CONNECTIONS of them; then the one that waits longest makes room."""
+    """A thread per connection, up to CONNECTIONS of them; then one without a login makes room.
+
+    Whatever an anonymous connection is doing (a handshake, half a head, half a body, an answer that
+    it does not take), it goes before one with a login: first the oldest from an address that nobody
+    is logged in from.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], app: App, tls: ssl.SSLContext | None) -> None:
         self.app, self.tls = app, tls
-        self.lock = threading.Lock()
-        self.count = 0
-        self.waiting: dict[Handler, None] = {}
+        self.room = threading.Condition()
+        self.count = self.most = 0  # of connections: now, and since memory was given back
+        # Oldest first: connections without a login, and those with one that wait for a request.
+        self.anonymous: dict[Handler, None] = {}
+        self.idle: dict[Handler, None] = {}
+        self.members: dict[Handler, None] = {}  # all with a login
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
@@ -601,24 +665,62 @@ class Server(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self.lock:
+        with self.room:
             self.count += 1
-            crowded, full = self.count > CONNECTIONS, self.count > CONNECTIONS + 50
-            oldest = next(iter(self.waiting), None) if crowded else None
-        if oldest:
-            oldest.interrupt()
+            chosen = self.next_to_go() if self.count > CONNECTIONS else None
+        if chosen:
+            shut_down(chosen.connection)
         try:
-            if full:
+            with self.room:
+                enough = self.room.wait_for(lambda: self.count <= CONNECTIONS + SPARE_CONNECTIONS,
+                                            ROOM_SECONDS if chosen else 0)
+            if not enough:
                 raise OSError("too many connections")
             super().process_request(request, client_address)
         except (OSError, RuntimeError):  # no thread could be started
             self.left()
             self.shutdown_request(request)
 
-    def left(self) -> None:
-        """One connection is gone."""
-        with self.lock:
+    def next_to_go(self) -> Handler | None:
+        """The connection that makes room, taken out of the lists."""
+        known = {member.network for member in self.members}
+        strangers = (handler for handler in self.anonymous if handler.network not in known)
+        chosen = next((first for group in (strangers, iter(self.anonymous), iter(self.idle))
+                       if (first := next(group, None))), None)
+        if chosen:
+            self.forget(chosen)
+        return chosen
+
+    def place(self, handler: Handler, login: bool, waits: bool = False) -> None:
+        """Note who a connection belongs to, and whether it waits for a request."""
+        with self.room:
+            self.forget(handler)
+            if not login:
+                self.anonymous[handler] = None
+                return
+            self.members[handler] = None
+            if waits:
+                self.idle[handler] = None
+
+    def forget(self, handler: Handler) -> None:
+        for group in (self.anonymous, self.idle, self.members):
+            group.pop(handler, None)
+
+    def left(self, handler: Handler | None = None) -> None:
+        """A connection is gone."""
+        with self.room:
             self.count -= 1
+            if handler:
+                self.forget(handler)
+            self.room.notify()
+
+    def service_actions(self) -> None:
+        """What is to be done twice a second."""
+        self.app.gateway.end_expired()
+        self.most = max(self.most, self.count)
+        if self.most - self.count > CONNECTIONS_TRIMMED:
+            self.most = self.count
+            give_memory_back()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -632,6 +734,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         self.handed_over = False
+        self.login = self.held = ""  # of the last request; of what is open now
+        self.network = network_of(str(self.client_address[0]))
         self.connection = socket.socket(fileno=self.request.detach())
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -641,59 +745,80 @@ class Handler(BaseHTTPRequestHandler):
         if not self.handed_over:
             with suppress(OSError):
                 self.connection.close()
-            self.server.left()
+            self.leave()
 
-    def interrupt(self) -> None:
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+    def leave(self) -> None:
+        """The connection has ended, here or in a terminal."""
+        if self.held:
+            self.server.app.gateway.release(self.held, self.connection)
+        self.server.left(self)
+
+    def hold(self, login: str) -> None:
+        """Let the connection end with its login."""
+        self.held = login
+        self.server.app.gateway.hold(login, self.connection)
 
     def handle(self) -> None:
+        self.server.place(self, login=False)
         with suppress(OSError, EOFError):  # the client has gone, or is too slow
-            if self.server.tls:
+            if tls := self.server.tls:
                 self.connection.settimeout(HEAD_SECONDS)
-                self.connection = self.server.tls.wrap_socket(self.connection, server_side=True)
+                # In two steps, so that a handshake that hangs can be ended.
+                self.connection = tls.wrap_socket(self.connection, server_side=True,
+                                                  do_handshake_on_connect=False)
+                self.connection.do_handshake()
             self.wire = Wire(self.connection)
             while self.one_request():
                 pass
 
     def one_request(self) -> bool:
         """Read a request and answer it; whether the connection stays."""
-        self.waiting(True)
-        try:
-            self.wire.wait()
-            self.request_now: Request | None = None
-            self.unread, began = True, time.monotonic()
-            answer = self.answer_of_next()
-        finally:
-            self.waiting(False)
+        self.server.place(self, bool(self.login), waits=True)
+        self.wire.wait()
+        self.request_now: Request | None = None
+        self.unread, began = True, time.monotonic()
+        answer = self.answer_of_next()
         request = self.request_now
         if isinstance(answer, Answer):
             keep = request is not None and request.keeps_alive and not self.unread
             self.connection.settimeout(WRITE_SECONDS)
-            self.connection.sendall(serialize(answer, request, keep))
+            self.connection.sendall(serialize(answer, request, keep, self.bare))
             self.log_line(answer.status, began)
             if self.unread:
                 self.linger()
             return keep
+        assert request
+        self.hold(request.login)
         if isinstance(answer, Stream):
-            self.log_line(200, began)
-            self.connection.settimeout(WRITE_SECONDS)
-            headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
-            self.connection.sendall(head_bytes(200, headers))
-            answer.run(self.connection)
+            try:
+                self.stream(answer, began)
+            finally:
+                answer.close()
         else:
             self.log_line(101, began)
+            answer.attach(self.connection, bytes(self.wire.buffer), self.leave)
             self.handed_over = True
-            answer.attach(self.connection, bytes(self.wire.buffer))
         return False
+
+    def stream(self, answer: Stream, began: float) -> None:
+        self.log_line(200, began)
+        self.connection.settimeout(WRITE_SECONDS)
+        headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
+        self.connection.sendall(head_bytes(200, headers))
+        if not self.bare:
+            answer.run(self.connection)
 
     def answer_of_next(self) -> Answer | Stream | Upgrade:
         """Read and route one request; every exception becomes an answer."""
+        head = b""
         try:
-            self.request_now = request = parse_head(self.wire.head())
-            self.waiting(False)
+            head = self.wire.head()
+            self.request_now = request = parse_head(head)
             request.address = str(self.client_address[0])
             check_host(request, self.local, self.server.app.hosts)
+            cookie = request.headers.get("cookie", "")
+            self.login = request.login = self.server.app.gateway.login_of(cookie)
+            self.server.place(self, bool(self.login))
             return self.server.app.answer(request, self.read_body)
         except (TimeoutError, EOFError, ConnectionError):
             raise
@@ -701,6 +826,9 @@ class Handler(BaseHTTPRequestHandler):
             if isinstance(error, Malformed):
                 self.unread = True
             return error_answer(as_web_error(error))
+        finally:
+            # An answer to it has no body, be it one to a head that could not be read.
+            self.bare = (head or self.wire.buffer).startswith(b"HEAD ")
 
     def read_body(self, limit: int) -> bytes:
         """The body of the request at hand. Raises WebError when it is longer than the limit."""
@@ -716,13 +844,6 @@ class Handler(BaseHTTPRequestHandler):
         body = self.wire.body(request.length)
         self.unread = False
         return body
-
-    def waiting(self, waits: bool) -> None:
-        """Note that this connection waits for a request, so that it may be the one that makes room."""
-        with self.server.lock:
-            self.server.waiting.pop(self, None)
-            if waits:
-                self.server.waiting[self] = None
 
     def linger(self) -> None:
         """Let the client read our answer before the rest of what it sends is answered with a reset."""
@@ -811,9 +932,15 @@ def post_login(app: App, request: Request, _params: Params) -> Answer:
 
 
 def post_logout(app: App, request: Request, _params: Params) -> Answer:
-    if request.login:
-        app.gateway.log_out(request.login)
-    return json_answer({"ok": True}, headers={"Set-Cookie": app.gateway.set_cookie("", 0)})
+    gone = {"Set-Cookie": app.gateway.set_cookie("", 0)}
+    try:
+        if request.login:
+            app.gateway.log_out(request.login)
+    except SandboxError as error:
+        message = f"the login has ended, but a restart would bring it back: {error.message}"
+        hint = "make room there, then restart the server with another password"
+        raise WebError("disk_full", message, hint, gone) from None
+    return json_answer({"ok": True}, headers=gone)
 
 
 def fields(data: Mapping[str, Any], **types: type) -> dict[str, Any]:
@@ -883,6 +1010,7 @@ def find(name: str) -> tuple[Engine, Session]:
 
 def find_running(name: str) -> tuple[Engine, Session]:
     engine, session = find(name)
+    session.created()  # raises where its labels are not whole
     if session.state != "running":
         raise WebError("conflict", f"the session {name} is {session.state}", "start it first")
     return engine, session
@@ -919,7 +1047,13 @@ def workdir(session: Session) -> str:
 
 
 def session_data(session: Session, engine: Engine) -> dict[str, Any]:
-    have, _ = session.created()
+    try:
+        have, _ = session.created()
+    except sandbox.BrokenSession:
+        unknown = ("agent", "profile", "directory", "workdir", "image", "network",
+                   "agentPromptCommand")
+        return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
+                "runtime": engine.name, "recreate": []}
     settings = read_settings(session.name)
     config = session_config(session, settings)
     return {
@@ -1039,6 +1173,7 @@ def delete_session(app: App, _request: Request, params: Params) -> Answer:
 
 def post_start(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
+    session.created()  # raises where its labels are not whole
     was_running = session.state == "running"
     sandbox.started(engine, session)
     app.sessions.changed()
@@ -1152,6 +1287,7 @@ def follow_log(sock: socket.socket, argv: Sequence[str], stopping: Callable[[], 
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
+                rest = rest if len(rest) < CHUNK_BYTES else b""  # no decision is as long
                 decisions = filter(None, map(sandbox.decision_of, lines))
                 sock.sendall(b"".join(event_bytes("decision", decision) for decision in decisions))
                 quiet = time.monotonic()
@@ -1249,18 +1385,16 @@ def read_job(session: str, id: str) -> dict[str, Any]:
     if folder in ENDED_JOBS:
         return ENDED_JOBS[folder]
     try:
-        with open(f"{folder}/job.json", encoding="utf-8") as file:
-            job: dict[str, Any] = json.load(file)["job"]
+        job = kept_job(sandbox.read_json(f"{folder}/job.json"))
         alive = is_locked(f"{folder}/lock")
-        with open(f"{folder}/status", encoding="utf-8") as file:
-            status = json.loads(file.read().strip() or "{}")
+        status = kept_status(f"{folder}/status")
         size = os.stat(f"{folder}/output").st_size
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         raise WebError("not_found", f"there is no job {id!r}") from None
     cancelled = os.path.exists(f"{folder}/cancel")
     state = "running" if alive and not status else "lost" if not status else "cancelled" if cancelled else "ended"
-    job |= {"state": state, "exit": status.get("exit"), "ended": status.get("ended"), "size": size,
-            "error": status.get("error")}
+    job |= {"id": id, "session": session, "state": state, "size": size,
+            **{key: status.get(key) for key in STATUS_TYPES}}
     if state == "lost":
         job["error"] = "the job's supervisor was killed; what came after is not known"
     if state != "running":
@@ -1268,6 +1402,31 @@ def read_job(session: str, id: str) -> dict[str, Any]:
             ENDED_JOBS.pop(next(iter(ENDED_JOBS)), None)
         ENDED_JOBS[folder] = job
     return job
+
+
+STATUS_TYPES = {"exit": int, "ended": str, "error": str}
+
+
+def kept_job(data: Any) -> dict[str, Any]:
+    """What a job is, of its job.json. Raises ValueError."""
+    job = data.get("job") if isinstance(data, dict) else None
+    job = job if isinstance(job, dict) else {}
+    texts = {key: value for key, value in job.items() if isinstance(value, str)}
+    if not {"kind", "command", "started"} <= texts.keys():
+        raise ValueError("it describes no job")
+    return texts
+
+
+def kept_status(path: str) -> dict[str, Any]:
+    """How a job ended; {} while its status is empty, or when it makes no sense. Raises OSError."""
+    with open(path, "rb") as file:
+        text = file.read(2 * sandbox.STATUS_BYTES).strip()
+    with suppress(ValueError):
+        data = sandbox.parse_json(text or b"{}")
+        if isinstance(data, dict) and type(data.get("exit")) is int:
+            return {key: data[key] for key, type in STATUS_TYPES.items()
+                    if isinstance(data.get(key), type)}
+    return {}
 
 
 def is_locked(path: str) -> bool:
@@ -1321,9 +1480,16 @@ class Follower:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
         self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))  # the last runs before it, by stream
-        self.output = os.open(f"{folder}/output", os.O_RDONLY)
-        self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
         self.unparsed = b""
+        try:
+            self.output = os.open(f"{folder}/output", os.O_RDONLY)
+            try:
+                self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
+            except OSError:
+                os.close(self.output)
+                raise
+        except OSError:
+            raise WebError("not_found", "the job's output is not there any more") from None
 
     def close(self) -> None:
         os.close(self.output)
@@ -1386,40 +1552,48 @@ def event_bytes(name: str, data: object, id: int | None = None) -> bytes:
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
 
 
-def follow_job(sock: socket.socket, session: str, id: str, offset: int, stopping: Callable[[], bool]) -> None:
-    """Send a job's output from an offset on as server-sent events, until the job has ended or the client has gone."""
-    follower = Follower(job_folder(session, id), offset)
+def job_now(job: dict[str, Any]) -> dict[str, Any]:
+    """A job that is being followed, as it is now; its files may have been removed meanwhile."""
+    try:
+        return read_job(job["session"], job["id"])
+    except WebError:
+        error = "the job's files were removed; what came after is not known"
+        return job | {"state": "lost", "error": error}
+
+
+def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
+               stopping: Callable[[], bool]) -> None:
+    """Send a job's output as server-sent events, until the job has ended or the client has gone."""
     # One per stream: the other stream's output may come between the bytes of a character, and an offset, too.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
     for stream, decoder in enumerate(decoders):
         decoder.decode(follower.before(stream))
     poller = select.poll()
     poller.register(sock, select.POLLIN)
-    try:
-        sock.sendall(event_bytes("job", read_job(session, id)))
-        quiet = time.monotonic()
-        while not stopping():
-            job = read_job(session, id)  # before the output: what an ended job has written is all there
-            events, size = [], 0
-            while size < CHUNK_BYTES and (piece := follower.next()):
-                size += len(piece[1])
-                if text := decoders[piece[0]].decode(piece[1]):
-                    events.append(event_bytes(("stdout", "stderr")[piece[0]], text, follower.position))
-            if not events and job["state"] != "running":
-                for name, decoder in zip(("stdout", "stderr"), decoders, strict=True):
-                    if rest := decoder.decode(b"", True):
-                        sock.sendall(event_bytes(name, rest, follower.position))
-                sock.sendall(event_bytes("end", job, follower.position))
-                return
-            if not events and time.monotonic() - quiet > HEARTBEAT_SECONDS:
-                events.append(b": still here\n\n")
-            if events:
-                sock.sendall(b"".join(events))
-                quiet = time.monotonic()
-            if poller.poll(0 if size >= CHUNK_BYTES else POLL_SECONDS * 1000) and not sock.recv(4096):
-                return
-    finally:
-        follower.close()
+    sock.sendall(event_bytes("job", job_now(job)))
+    quiet = time.monotonic()
+    while not stopping():
+        job = job_now(job)  # before the output: what an ended job has written is all there
+        events, size = [], 0
+        while size < CHUNK_BYTES and (piece := follower.next()):
+            size += len(piece[1])
+            if text := decoders[piece[0]].decode(piece[1]):
+                events.append(event_bytes(("stdout", "stderr")[piece[0]], text, follower.position))
+        if not events and job["state"] != "running":
+            for name, decoder in zip(("stdout", "stderr"), decoders, strict=True):
+                if rest := decoder.decode(b"", True):
+                    sock.sendall(event_bytes(name, rest, follower.position))
+            sock.sendall(event_bytes("end", job, follower.position))
+            return
+        if not events and time.monotonic() - quiet > HEARTBEAT_SECONDS:
+            events.append(b": still here\n\n")
+        if events:
+            sent = b"".join(events)
+            events.clear()  # a reader that takes nothing is to cost little
+            sock.sendall(sent)
+            quiet = time.monotonic()
+        if poller.poll(0 if size >= CHUNK_BYTES else POLL_SECONDS * 1000) and not sock.recv(4096):
+            return
 
 
 def only_text(request: Request, name: str, what: str) -> str:
@@ -1482,8 +1656,10 @@ def get_events(app: App, request: Request, params: Params) -> Stream:
     if "last-event-id" in request.headers:
         request.query["from"] = request.headers["last-event-id"]
     offset = request.number("from", 0, 0, 1 << 60)
+    follower = Follower(job_folder(job["session"], job["id"]), offset)
     return Stream("text/event-stream; charset=utf-8",
-                  lambda sock: follow_job(sock, job["session"], job["id"], offset, lambda: app.stopping))
+                  lambda sock: follow_job(sock, job, follower, lambda: app.stopping),
+                  follower.close)
 
 
 def get_output(_app: App, request: Request, params: Params) -> Stream:
@@ -1493,16 +1669,14 @@ def get_output(_app: App, request: Request, params: Params) -> Stream:
     if wanted not in ("", "stdout", "stderr"):
         raise WebError("bad_request", "stream: it is neither stdout nor stderr")
 
-    def send(sock: socket.socket) -> None:
-        follower = Follower(job_folder(job["session"], job["id"]), 0)
-        try:
-            while piece := follower.next():
-                if wanted in ("", ("stdout", "stderr")[piece[0]]):
-                    sock.sendall(piece[1])
-        finally:
-            follower.close()
+    follower = Follower(job_folder(job["session"], job["id"]), 0)
 
-    return Stream("application/octet-stream", send)
+    def send(sock: socket.socket) -> None:
+        while piece := follower.next():
+            if wanted in ("", ("stdout", "stderr")[piece[0]]):
+                sock.sendall(piece[1])
+
+    return Stream("application/octet-stream", send, follower.close)
 
 
 def delete_job(app: App, _request: Request, params: Params) -> Answer:
@@ -1512,8 +1686,10 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
         raise WebError("conflict", f"the job is not running: it has {job['state']}")
     engine, session = find(params["session"])
     folder = job_folder(job["session"], job["id"])
-    with open(f"{folder}/job.json", encoding="utf-8") as file:
-        tag = json.load(file)["tag"]
+    try:
+        tag = str(sandbox.read_json(f"{folder}/job.json")["tag"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise WebError("not_found", "the job's files are not there any more") from None
     first = not os.path.exists(f"{folder}/cancel")
     with suppress(OSError), open(f"{folder}/cancel", "w"):  # a full disk must not keep what fills it alive
         pass
@@ -1526,8 +1702,9 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
     if gently:
         sandbox.Output(sandbox.signal_argv(engine, session, tag, "INT", 0)).result()
         deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and is_locked(f"{folder}/lock"):
-            time.sleep(0.05)
+        with suppress(OSError):  # its files may go meanwhile
+            while time.monotonic() < deadline and is_locked(f"{folder}/lock"):
+                time.sleep(0.05)
     sandbox.Output(sandbox.signal_argv(engine, session, tag, "TERM", 3)).result()
 
 
@@ -1735,9 +1912,11 @@ class Terminal:
         for viewer in self.viewers:
             full = viewer is self.writer and len(self.input) > CHUNK_BYTES
             masks[viewer.fd] = (0 if full else select.POLLIN) | (select.POLLOUT if viewer.pending else 0)
-        for fd in self.masks.keys() - {fd for fd, mask in masks.items() if mask}:
+        if not masks.get(self.master):
+            masks.pop(self.master, None)
+        for fd in self.masks.keys() - masks.keys():
             self.poller.unregister(fd)
-        self.masks = {fd: mask for fd, mask in masks.items() if mask}
+        self.masks = masks
         for fd, mask in self.masks.items():
             self.poller.register(fd, mask)
 
@@ -1843,8 +2022,8 @@ class Terminal:
 
     def take_message(self, viewer: Viewer, text: bytes | bytearray) -> None:
         try:
-            self.obey(viewer, json.loads(text))
-        except (ValueError, TypeError, KeyError, RecursionError):
+            self.obey(viewer, sandbox.parse_json(text))
+        except (ValueError, TypeError, KeyError):
             with suppress(Exception):  # it may be closing already
                 viewer.protocol.fail(1008, "a control message that is not understood")
 
@@ -1911,7 +2090,7 @@ class Terminal:
 
     def part(self, viewer: Viewer) -> None:
         self.viewers.remove(viewer)
-        if self.masks.pop(viewer.fd, None):
+        if self.masks.pop(viewer.fd, None) is not None:
             self.poller.unregister(viewer.fd)
         with suppress(OSError):
             viewer.sock.shutdown(socket.SHUT_WR)
@@ -1983,8 +2162,8 @@ class Terminals:
     def clean_up(self) -> None:
         """Hang up what a killed server has left."""
         rows = []
-        with suppress(OSError, ValueError), open(self.path, encoding="utf-8") as file:
-            rows = json.load(file)
+        with suppress(OSError, ValueError):
+            rows = sandbox.read_json(self.path)
         for row in rows:
             with suppress(WebError, SandboxError, OSError, KeyError, TypeError):
                 engine, session = find_running(row["session"])
@@ -2030,9 +2209,9 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
             raise WebError("conflict", f"the session {session.name} has no agent", "open a shell instead")
         terminal = app.terminals.open(app, engine, session, run, size)
 
-    def attach(sock: socket.socket, buffered: bytes) -> None:
+    def attach(sock: socket.socket, buffered: bytes, left: Callable[[], None]) -> None:
         protocol.send_response(response)
-        viewer = Viewer(sock, protocol, app.connection_left, request.query.get("view", "") != "1")
+        viewer = Viewer(sock, protocol, left, request.query.get("view", "") != "1")
         viewer.sent = position
         sock.setblocking(False)
         if buffered:
@@ -2141,11 +2320,9 @@ class App:
         self.hosts = [name.lower() for name in config.all("allowedHosts")]
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.stopping = False
-        self.connection_left: Callable[[], None] = lambda: None
 
     def answer(self, request: Request, read_body: Callable[[int], bytes]) -> Answer | Stream | Upgrade:
         """The gateway: allowlist or cookie, then origin, then the route."""
-        request.login = self.gateway.login_of(request.headers.get("cookie", ""))
         if not request.login and request.path not in ANONYMOUS:
             if not request.length:
                 read_body(0)
@@ -2209,7 +2386,7 @@ class Lock:
         """What the holder, or the last one, has written."""
         for _ in range(20):  # the holder may be about to write it
             with suppress(ValueError):
-                data = json.loads(os.pread(self.fd, 1 << 20, 0))
+                data = sandbox.parse_json(os.pread(self.fd, 1 << 20, 0))
                 if isinstance(data, dict):
                     return data
             time.sleep(0.05)
@@ -2329,6 +2506,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         raise SandboxError(f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
                            f"sandbox serve {where} --restart, or --stop")
     app = App(address, config, tls is not None)
+    named = leads_here(OWN_NAME, address[0])
     share_one_heap()
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(0.0001)
@@ -2338,7 +2516,6 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         hint = "choose another port" if error.errno == errno.EADDRINUSE else "choose another address"
         raise SandboxError(f"cannot listen on {where}: {error.strerror}", hint) from None
     lock.write({"pid": os.getpid(), **record})
-    app.connection_left = server.left
     threading.Thread(target=app.terminals.clean_up, daemon=True).start()
     status = 0
 
@@ -2349,9 +2526,12 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    tell(f"sandbox serves at {'https' if tls else 'http'}://{where}")
+    scheme = "https" if tls else "http"
+    tell(f"sandbox serves at {scheme}://{where}")
     tell(f"user: {app.user}")
     tell(f"password: {app.password} (of this run)" if app.generated else "password: as configured")
+    if named:
+        tell(f"better open: {scheme}://{OWN_NAME}:{address[1]}")
     if record["background"]:
         tell(f"log: {web_path(address)}.log")
         tell("")
@@ -2367,6 +2547,21 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     return status
 
 
+def leads_here(name: str, address: str) -> bool:
+    """Whether a name soon resolves to loopback addresses only, where we listen among them."""
+    found: set[str] = set()
+
+    def resolve() -> None:
+        with suppress(OSError):
+            found.update(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))
+
+    thread = threading.Thread(target=resolve, daemon=True)
+    thread.start()
+    thread.join(RESOLVE_SECONDS)
+    reached = {address} if is_loopback(address) else {"127.0.0.1", "::1"}
+    return all(map(is_loopback, found)) and bool(found & reached)
+
+
 def share_one_heap() -> None:
     """Have glibc keep one heap for all threads, and large buffers out of it: what is freed goes back to the system."""
     with suppress(ImportError, OSError, AttributeError):
@@ -2375,6 +2570,14 @@ def share_one_heap() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-8, 1)  # M_ARENA_MAX
         mallopt(-3, 2 * CHUNK_BYTES)  # M_MMAP_THRESHOLD, which would grow
+
+
+def give_memory_back() -> None:
+    """Have glibc return what lies free between what is used: it would keep that for ever."""
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:
@@ -2392,7 +2595,7 @@ def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]
     with os.fdopen(read, encoding="utf-8") as pipe:
         lines = pipe.read().splitlines()
     if lines and lines[0].startswith("{"):
-        error = json.loads(lines[0])
+        error = sandbox.parse_json(lines[0])
         raise SandboxError(error["message"], error["hint"], error["code"])
     if not lines:
         raise SandboxError("the server ended before it could answer", f"see {web_path(address)}.log")

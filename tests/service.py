@@ -1,8 +1,11 @@
 """A running `sandbox serve` and clients for it: HTTP, raw sockets, server-sent events, WebSockets."""
 
+import hashlib
+import hmac
 import http.client
 import json
 import re
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -78,6 +81,19 @@ class Service:
         if reply.status == 200:
             self.cookie = reply.headers["Set-Cookie"].partition(";")[0]
         return reply
+
+    def signed_cookie(self, seconds: float) -> str:
+        """A login by the server's own key that is over in so many seconds."""
+        state = self.engine.home / "web" / f"127.0.0.1_{self.port}.json"
+        account = b"".join(hashlib.sha256(text.encode()).digest() for text in ("admin", PASSWORD))
+        key = hmac.digest(bytes.fromhex(json.loads(state.read_text())["secret"]), account, "sha256")
+        text = f"{secrets.token_hex(16)}.{int(time.time() + seconds)}"
+        return f"sandbox_{self.port}={text}.{hmac.digest(key, text.encode(), 'sha256').hex()}"
+
+    def said_at_the_end(self) -> str:
+        """End it; what it has printed on stderr."""
+        self.process.terminate()
+        return self.process.communicate(timeout=30)[1]
 
     def request(
         self,
@@ -167,6 +183,15 @@ class Service:
     def resources(self) -> tuple[int, int]:
         """Threads and descriptors of the server."""
         return len(list(Path(f"/proc/{self.pid}/task").iterdir())), len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    def is_idle(self) -> bool:
+        """Whether it has used no processor for a moment: it waits for others."""
+        def used() -> list[str]:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+
+        before = used()
+        time.sleep(0.3)
+        return used() == before
 
     def resident_bytes(self) -> int:
         found = re.search(r"VmRSS:\s*(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from browser import DESKTOP, PHONE, Browser, Page, chromium
-from conftest import IMAGE, ROOT
-from service import PASSWORD, Service
+from conftest import IMAGE, ROOT, write_config
+from service import PASSWORD, Service, free_port
 
 # The pages see the service and no engine: what differs between engines is tested at the service's API.
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
@@ -796,3 +796,43 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service
         page.press("Tab")
         reached.add(page.eval("document.activeElement.ariaLabel + document.activeElement.textContent.slice(0, 20)"))
     assert len(reached) > 4
+
+
+DEV_SERVER = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        print("asked", self.path, "with", self.headers["Cookie"], flush=True)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"hello")
+http.server.HTTPServer(("", 8000), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    "host, other", [("sandbox.localhost", "127.0.0.1"), ("127.0.0.1", "localhost")]
+)
+def test_what_a_session_publishes_does_not_get_the_login(
+    browser: Browser, service: Service, name: str, host: str, other: str
+) -> None:
+    """Opened by the page's link; typed with the page's name it shows what would go."""
+    port = free_port()
+    write_config(service.engine.home, ports=[f"{port}:8000"])
+    service.create(name)
+    job = service.job(name, f"python3 -c '{DEV_SERVER}'")
+    page = browser.page()
+    page.call("Network.clearBrowserCookies")
+    page.goto(f"http://{host}:{service.port}/auth/login")
+    fill_login(page)
+    page.goto(f"http://{host}:{service.port}/#/s/{name}/command")
+    page.wait("document.querySelector('.session-head a.port')")
+    link = page.eval("document.querySelector('.session-head a.port').href")
+    assert link == f"http://{other}:{port}/"
+    events = service.events(job)
+    typed = f"http://{host}:{port}/"
+    for url, path, cookie in ((link, "link", "None"), (typed, "typed", f"sandbox_{service.port}=")):
+        page.goto(url + path)
+        asked = next(text for kind, text, _ in events if kind == "stdout" and f"/{path} " in text)
+        assert f"/{path} with {cookie}" in asked
+    page.close()

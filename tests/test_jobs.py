@@ -5,14 +5,17 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import Engine, write_config
+from conftest import IMAGE, Engine, write_config
 from service import Service, wait_for
 from test_engines import container_names, sleeping
 
@@ -143,7 +146,8 @@ def test_what_alternates_costs_at_most_three_times_its_size(service: Service, na
 @docker_only
 @pytest.mark.parametrize(
     "prompt",
-    ["plain", 'it\'s "quoted" $HOME `id` $(id) \\ ; rm -rf / & | > <', "two\nlines\n\n", "{prompt} -ünïcode 日本"],
+    ["plain", 'it\'s "quoted" $HOME `id` $(id) \\ ; rm -rf / & | > <', "two\nlines\n\n",
+     "{prompt} -ünïcode 日本", '[{"\\' * 100],
 )
 @pytest.mark.parametrize(
     "template", ["printf %s {prompt}", "printf '%s' \"{prompt}\"", "printf %s '{prompt}'", 'printf %s \\"{prompt}']
@@ -228,6 +232,80 @@ def test_a_killed_supervisor_is_said(service: Service, name: str) -> None:
 
 
 @docker_only
+def test_files_that_are_no_jobs_break_nothing(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.ended(service.job(name, "echo out"))
+    folder = service.engine.home / "jobs" / name
+    deep = "[" * 100_000
+    broken = {"job.json": ["", "[]", "5", '{"job": []}', '{"job": {}}', '{"job": {"kind": 1}}',
+                           deep, "\udcff"],
+              "status": ["5", "[]", '{"exit": "x"}', '{"exit": NaN}', deep, "nonsense"]}
+    lost = []
+    for file, texts in broken.items():
+        for number, text in enumerate(texts):
+            id = f"{number}-{file.partition('.')[0]}"
+            shutil.copytree(folder / job["id"], folder / id)
+            (folder / id / file).write_text(text, errors="surrogateescape")
+            lost += [id] if file == "status" else []
+    (folder / "file").touch()
+    rows = {row["id"]: row for row in service.get(f"/api/sessions/{name}/jobs").json}
+    assert rows.pop(job["id"]) == job and sorted(rows) == sorted(lost)
+    assert {row["state"] for row in rows.values()} == {"lost"}
+    assert next(row for row in service.get("/api/sessions?tail=10").json if row["name"] == name)
+    for id in (path.name for path in folder.iterdir()):
+        known = id in (job["id"], *lost)
+        expected = {"GET": 200 if known else 404, "DELETE": 409 if known else 404}
+        for method, status in expected.items():
+            assert service.request(method, f"/api/sessions/{name}/jobs/{id}").status == status, id
+    assert "Traceback" not in service.said_at_the_end()
+
+
+@docker_only
+def test_a_job_without_all_its_files_costs_no_descriptor(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.ended(service.job(name, "echo out"))
+    path = f"/api/sessions/{name}/jobs/{job['id']}"
+    folder = service.engine.home / "jobs" / name / job["id"]
+    before = wait_for(service.resources)
+    (folder / "runs").unlink()
+    for what in ("events", "output"):
+        assert {service.get(f"{path}/{what}").status for _ in range(25)} == {404}
+    assert {service.request("HEAD", f"{path}/events").status for _ in range(5)} == {404}
+    wait_for(lambda: service.resources() <= before)
+
+
+@docker_only
+def test_a_job_whose_folder_goes_while_it_is_followed_ends(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo ready; sleep 1000")
+    events = service.events(job)
+    next(event for event in events if event[1] == "ready\n")
+    shutil.rmtree(service.engine.home / "jobs" / name / job["id"])
+    kind, last, _ = list(events)[-1]
+    assert kind == "end" and last["state"] == "lost" and "removed" in last["error"]
+    assert service.get(f"/api/sessions/{name}/jobs/{job['id']}/events").status == 404
+    assert "Traceback" not in service.said_at_the_end()
+
+
+@docker_only
+def test_readers_that_took_nothing_leave_no_memory_behind(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.ended(service.job(name, "tr '\\0' '\\001' </dev/zero | head -c 20000000"))
+    path = f"/api/sessions/{name}/jobs/{job['id']}/events"
+    request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {service.cookie}\r\n\r\n"
+    before = service.resources(), service.resident_bytes()
+    with ExitStack() as stack:
+        for _ in range(300):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", service.port)))
+            sock.sendall(request.encode())
+            assert sock.recv(1) == b"H"
+        wait_for(lambda: service.resources()[0] >= 300)
+        wait_for(service.is_idle)
+    wait_for(lambda: service.resources() <= before[0])
+    wait_for(lambda: service.resident_bytes() - before[1] < 12_000_000)
+
+
+@docker_only
 def test_two_servers_see_the_same_jobs(service: Service, name: str) -> None:
     service.create(name)
     other = Service(service.engine)
@@ -306,6 +384,83 @@ def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: S
     for end in modes():  # what the list says is what a prompt meets
         reply = service.post(f"/api/sessions/{name}-{end}/prompt", {"prompt": "x"})
         assert reply.status == (201 if modes()[end] else 409)
+
+
+SPEC: dict[str, object] = {
+    "image": IMAGE, "directory": "/tmp", "workdir": "/tmp", "volumes": [], "ports": [],
+    "memory": None, "cpus": None, "pidsLimit": None, "network": "open", "sources": ["/tmp"],
+}
+
+
+def created(flags: object = None, **spec: object) -> str:
+    return json.dumps({"spec": {**SPEC, **spec}, "flags": flags or {}})
+
+
+FOREIGN: dict[str, dict[str, str]] = {
+    "nothing else": {},
+    "deep": {"created": "[" * 100_000},
+    "deep inside": {"created": '{"spec":' * 1000},
+    "no object": {"created": "[]"},
+    "ports": {"created": created(ports=5)},
+    "no list": {"created": created(ports=None)},
+    "a port": {"created": created(ports=["5"])},
+    "network": {"created": created(network={"allow": 5}), "network": "allow"},
+    "no network": {"created": created().replace('"network"', '"x"')},
+    "no rules": {"created": created(), "network": "allow"},
+    "flags": {"created": created(flags={"memory": []})},
+    "user": {"created": created(), "user": "--privileged"},
+    "sources": {"created": created(sources=5)},
+    "directory": {"created": created(directory=["x"])},
+    "characters": {"created": "\udcff", "agent": "\x1b]0;x\x07", "profile": "\r\n"},
+}
+
+
+FOR_WHOLE_ONES: list[tuple[str, str, object]] = [
+    ("settings", "GET", None), ("settings", "PUT", {"env": {"A": "b"}}),
+    ("network", "GET", None), ("network", "POST", {"allow": "a.test"}),
+    ("start", "POST", None), ("recreate", "POST", None),
+    ("command", "POST", {"command": "true"}), ("prompt", "POST", {"prompt": "x"}),
+]
+
+
+def test_foreign_containers_with_our_labels_are_listed_as_broken(
+    engine: Engine, service: Service, name: str
+) -> None:
+    service.create(name)
+    names = {label: f"{name}-{number}" for number, label in enumerate(FOREIGN)}
+    for label, labels in FOREIGN.items():
+        every = {"session": names[label], "user": "0:0", **labels}
+        options = [f"--label=sandbox.{key}={value}" for key, value in every.items()]
+        # One of them runs.
+        verb = ["run", "-d"] if label == "ports" else ["create"]
+        answer = engine.run(*verb, "--name", names[label], *options, IMAGE, "sleep", "1000")
+        assert answer.returncode == 0, (label, answer.stderr)
+    rows = {row["name"]: row for row in service.get("/api/sessions?tail=10").json}
+    assert rows[name]["state"] == "running"
+    states = {label: rows[other]["state"] for label, other in names.items()}
+    assert states == dict.fromkeys(FOREIGN, "broken")
+    listed = engine.sandbox("ps")
+    assert listed.returncode == 0 and listed.stdout.count(" broken ") >= len(FOREIGN)
+    assert "\x1b" not in listed.stdout
+    for label, other in names.items():
+        path = f"/api/sessions/{other}"
+        assert service.get(path).json["state"] == "broken", label
+        statuses = {}
+        for end, method, body in FOR_WHOLE_ONES:
+            reply = service.post(f"{path}/{end}", body, method)
+            statuses[f"{method} {end}"] = reply.status
+            assert re.search("whole session|no allowlist", reply.json["error"]["message"])
+        assert set(statuses.values()) == {409}, (label, statuses)
+        assert service.get(f"{path}/jobs").json == service.get(f"{path}/terminals").json == []
+        answer = engine.sandbox("run", "-n", other, "-x", "true")
+        assert answer.returncode == 125 and "sandbox rm" in answer.stderr, (label, answer.stderr)
+    assert service.ended(service.job(name, "true"))["exit"] == 0
+    last = names.popitem()[1]
+    for other in names.values():
+        assert service.request("DELETE", f"/api/sessions/{other}").status == 200
+    assert engine.sandbox("rm", last).returncode == 0
+    assert not {row["name"] for row in service.get("/api/sessions").json} & {*names.values(), last}
+    assert "Traceback" not in service.said_at_the_end()
 
 
 def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service: Service, name: str) -> None:

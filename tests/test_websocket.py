@@ -1,13 +1,15 @@
 """Terminals over WebSockets on real engines: every byte both ways, resume, sharing, and nothing left inside."""
 
 import hashlib
+import http.client
 import random
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from service import Screen, Service, wait_for
+from service import PASSWORD, Screen, Service, wait_for
 from test_engines import sleeping
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
@@ -234,6 +236,95 @@ def test_an_orderly_end_of_the_server_leaves_nothing(service: Service, name: str
         service.process.terminate()
         assert service.process.wait(30) == 0
     assert sleeping(service.engine, name, "65432") == 0
+
+
+def until_closed(screen: Screen) -> None:
+    with pytest.raises(ConnectionClosed):
+        while True:
+            screen.receive()
+
+
+def is_cut(stream: Iterator[tuple[str, object, int]]) -> bool:
+    """Whether the events of a job end without its end."""
+    return "end" not in [kind for kind, _, _ in stream]
+
+
+@docker_only
+def test_a_logout_ends_what_its_login_has_open_and_no_more(service: Service, name: str) -> None:
+    session = service.create(name, network={"allow": ["a.test"]})["name"]
+    job = service.job(session, "echo ready; sleep 1000")
+    mine = service.cookie
+    with service.terminal(session) as kept:
+        service.log_in()
+        look = f"id={kept.hello['id']}&view=1"
+        with service.terminal(session) as screen, service.terminal(session, look) as shared:
+            run(screen, "echo fir''st")
+            screen.expect("first")
+            id, seq = screen.hello["id"], screen.seq
+            stream = service.events(job)
+            next(event for event in stream if event[1] == "ready\n")
+            decisions = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+            path = f"/api/sessions/{session}/network/events"
+            decisions.request("GET", path, headers={"Cookie": service.cookie})
+            answer = decisions.getresponse()
+            assert answer.readline().startswith(b":")
+            assert service.post("/auth/logout").status == 200
+            until_closed(screen)
+            until_closed(shared)
+            assert is_cut(stream)
+            assert answer.read().count(b"event:") == 0
+            decisions.close()
+        run(kept, "echo ki''ck")
+        kept.expect("kick")
+    service.cookie = mine
+    with service.terminal(session, f"id={id}&from={seq}") as screen:
+        assert screen.hello["resumed"]
+        run(screen, "echo aga''in")
+        screen.expect("again")
+
+
+@docker_only
+def test_a_logout_ends_a_terminal_that_takes_nothing(service: Service, name: str) -> None:
+    """And one whose input the program does not take."""
+    service.create(name)
+    with service.terminal(name) as screen, service.terminal(name) as stuck:
+        run(screen, "yes 0123456789")
+        screen.expect("0123456789")
+        run(stuck, "stty raw -echo; echo rea''dy; exec sleep 1000")
+        stuck.expect("ready")
+        stuck.type(bytes(500_000))
+        threads = service.resources()[0]
+        assert service.post("/auth/logout").status == 200
+        service.log_in()
+        path = f"/api/sessions/{name}/terminals"
+        assert [row["ended"] for row in service.get(path).json] == [False, False]
+        wait_for(lambda: [row["viewers"] for row in service.get(path).json] == [0, 0])
+        assert service.resources()[0] <= threads + 1
+
+
+@docker_only
+def test_expiry_and_a_new_password_end_what_is_open(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo ready; sleep 1000")
+    service.cookie = service.signed_cookie(4)
+    with service.terminal(name) as screen:
+        stream = service.events(job)
+        next(event for event in stream if event[1] == "ready\n")
+        until_closed(screen)
+        assert is_cut(stream)
+    service.log_in()
+    assert [row["viewers"] for row in service.get(f"/api/sessions/{name}/terminals").json] == [0]
+    service.end()
+    service.engine.sandbox("serve", service.address, "-d", "-P", PASSWORD)
+    service.log_in()
+    with service.terminal(name) as screen:
+        stream = service.events(job)
+        next(stream)
+        answer = service.engine.sandbox("serve", service.address, "--restart", "-P", "another")
+        assert answer.returncode == 0, answer.stderr
+        until_closed(screen)
+        assert is_cut(stream)
+    assert service.engine.sandbox("serve", service.address, "--stop").returncode == 0
 
 
 @docker_only

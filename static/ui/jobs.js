@@ -114,6 +114,10 @@ export class JobFoot {
 /** What stands over the screens of a session that does not run. */
 export function stoppedNotice(context) {
   const { name } = context;
+  if (context.session.state === "broken") {
+    return h("div", { class: "callout" }, h("p", {}, h("strong", {}, `${name} is broken.`),
+      " The labels of this container are not those of a whole session. It can only be removed."));
+  }
   return h("div", { class: "callout" },
     h("p", {}, h("strong", {}, `${name} is ${context.session.state}.`), " Start it to go on; nothing of it was lost."),
     h("button", { class: "primary", type: "button", onclick: (event) => busy(event.currentTarget, async () => {

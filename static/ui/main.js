@@ -134,12 +134,27 @@ function drawHead(head, name, session, view) {
     h("div", { class: "who" },
       h("h1", {}, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state)),
       h("p", { class: "dim", title: session?.directory },
-        view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "], facts.join(" · "))),
+        view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "], facts.join(" · "), portLinks(session?.ports))),
     session && h("div", { class: "row acts" },
       running
         ? act("Stop", () => change(view, name, "stop", "stopped"), "stop", { "aria-label": `Stop ${name}` })
         : act("Start", () => change(view, name, "start", "started"), "play", { "aria-label": `Start ${name}` }),
       act("Remove", () => remove(name), "trash", { "aria-label": `Remove ${name}` })));
+}
+
+/** What a session publishes, as links under another name than this page's: cookies know no ports. */
+function portLinks(ports = []) {
+  const loopback = /^(127\..*|\[::1\]|(.*\.)?localhost)$/;
+  return ports.map((port) => {
+    const [, at, number] = /^(.*):(\d+):\d+(?:\/tcp)?$/.exec(port) ?? [];
+    const address = { "0.0.0.0": "127.0.0.1", "[::]": "[::1]" }[at] ?? at;
+    const names = loopback.test(address) ? [address, "localhost"] : [address];
+    const name = names.find((other) => other !== location.hostname);
+    const there = name && (loopback.test(location.hostname) || !loopback.test(name));
+    const href = `http://${name}:${number}/`;
+    const link = { class: "port", href, target: "_blank", rel: "noreferrer" };
+    return [" · ", there ? h("a", link, `port ${number}`) : `port ${number ?? port}`];
+  });
 }
 
 async function change(view, name, action, done) {
