@@ -721,7 +721,7 @@ def test_a_client_hello_in_pieces(running: Proxy, record_bytes: int, segment_byt
     with Outside(echo, "127.0.0.1") as outside:
         running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}")
         for name, arrives in (("localhost", True), ("evil.example.org", False)):
-            hello = client_hello(name, record_bytes) + b"more"
+            hello = client_hello(name, record_bytes) + b"\x17\x03\x03\0\x04more"
             with running.tunnel("localhost", outside.port) as sock:
                 with contextlib.suppress(ConnectionError):
                     for at in range(0, len(hello), segment_bytes):
@@ -783,6 +783,144 @@ def test_wrong_client_hellos_are_refused(running: Proxy) -> None:
             assert read_exactly(sock, len(good)) == good
     denied = [line for line in running.lines() if line["verdict"] == "deny"]
     assert len(denied) == len(WRONG_HELLOS) and all(line["reason"].isprintable() for line in denied)
+
+
+class Vhosts(Outside):
+    """A TLS server that notes the name of every ClientHello and asks for one with another key."""
+
+    def __init__(self, certificate: Path, most: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> None:
+        self.names: list[str | None] = []
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.load_cert_chain(certificate)
+        self.context.set_ecdh_curve("secp384r1")
+        self.context.maximum_version = most
+        self.context.sni_callback = lambda _tls, name, _context: self.names.append(name)
+        super().__init__(self.serve, "127.0.0.1")
+
+    def serve(self, sock: socket.socket) -> None:
+        with self.context.wrap_socket(sock, server_side=True) as secure:
+            echo(secure)
+
+
+CCS, SKIPPED = b"\x14\x03\x03\0\x01\x01", b"\x17\x03\x03\0\x03abc"
+
+
+def in_records(data: bytes, record_bytes: int) -> bytes:
+    """The last of some records, cut into smaller ones."""
+    at = data.rindex(b"\x16\x03\x03")
+    places = range(at + 5, len(data), record_bytes)
+    return data[:at] + b"".join(record(22, data[place:place + record_bytes]) for place in places)
+
+
+@pytest.mark.parametrize("change", [
+    lambda data: data, lambda data: in_records(data, 7), lambda data: data.removeprefix(CCS),
+    lambda data: SKIPPED + data, lambda data: CCS + SKIPPED + CCS + in_records(data, 1),
+], ids=["as it is", "in pieces", "no change of cipher", "after early data", "all of that"])
+def test_the_second_client_hello_names_the_host_too(running: Proxy, certificate: Path,
+                                                    change: Callable[[bytes], bytes]) -> None:
+    """Whose name a server takes that has asked for it (HelloRetryRequest)."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client_context(certificate).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with Vhosts(certificate) as outside:
+        running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}", deny=("otherhost",))
+        with running.tunnel("localhost", outside.port) as sock:
+            with pytest.raises(ssl.SSLWantReadError):
+                tls.do_handshake()
+            sock.sendall(outgoing.read())
+            incoming.write(sock.recv(65536))
+            with pytest.raises(ssl.SSLWantReadError):
+                tls.do_handshake()
+            second = outgoing.read()
+            assert second.count(b"localhost") == 1
+            sock.sendall(change(second.replace(b"localhost", b"otherhost")))
+            assert read_all(sock).endswith(b"\x15\x03\x03\x00\x02\x02\x70")
+    assert "otherhost" not in outside.names
+    reason = running.lines()[-1]["reason"]
+    assert reason == "the TLS handshake names otherhost, the tunnel localhost"
+
+
+def open_pipes(net: Proxy) -> int:
+    folder = f"/proc/{net.processes[-1].pid}/fd"
+    paths = [os.readlink(f"{folder}/{number}") for number in os.listdir(folder)]
+    return sum(path.startswith("pipe:") for path in paths)
+
+
+@pytest.mark.parametrize("version, hellos", [("TLSv1_2", 1), ("TLSv1_3", 2)])
+def test_after_the_handshake_nothing_is_read(running: Proxy, certificate: Path, version: str,
+                                             hellos: int) -> None:
+    """Both ways it goes through pipes of the kernel's where it is long."""
+    data, before = random.Random(5).randbytes(3_000_000), open_pipes(running)
+    with Vhosts(certificate, ssl.TLSVersion[version]) as outside:
+        running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}")
+        with (running.tunnel("localhost", outside.port) as sock,
+              client_context(certificate).wrap_socket(sock, server_hostname="localhost") as secure):
+            assert secure.version() == version.replace("_", ".")
+            for at in range(0, len(data), 100_000):
+                secure.sendall(data[at:at + 100_000])
+                assert read_exactly(secure, 100_000) == data[at:at + 100_000]
+            assert open_pipes(running) == before + 4
+    assert outside.names == ["localhost"] * hellos
+
+
+def record(kind: int, data: bytes) -> bytes:
+    return bytes([kind]) + b"\x03\x03" + struct.pack(">H", len(data)) + data
+
+
+def message(kind: int, body: bytes) -> bytes:
+    return bytes([kind]) + len(body).to_bytes(3, "big") + body
+
+
+def server_hello(random: bytes, *pairs: tuple[int, bytes]) -> bytes:
+    data = extensions(*pairs)
+    body = b"\x03\x03" + random + b"\0" + b"\x13\x01\0" + struct.pack(">H", len(data)) + data
+    return record(22, message(2, body))
+
+
+TLS_1_3 = (43, b"\x03\x04")
+GOOD, EVIL = with_extensions(LOCALHOST), with_extensions(sni(b"evil.org"))
+OLD, NEW = server_hello(bytes(32)), server_hello(bytes(32), TLS_1_3)
+RETRY = server_hello(proxy.HELLO_RETRY_RANDOM, TLS_1_3)
+KEYS, ALERT = record(22, message(16, b"key")), record(21, b"\x01\0")
+ANYTHING = b"\x16\x03\x03\0\x03\x01evil\xff"
+
+
+@pytest.mark.parametrize("first, answer, second, goes", [
+    (GOOD, b"", GOOD, True), (GOOD, b"", EVIL, False), (GOOD, b"", CCS + EVIL, False),
+    (GOOD, b"", ALERT + EVIL, False), (GOOD, RETRY, CCS + GOOD, True),
+    (GOOD, RETRY, CCS + EVIL, False), (GOOD, RETRY + CCS, SKIPPED + EVIL, False),
+    (GOOD, RETRY + CCS + NEW, CCS + SKIPPED + ANYTHING, True), (GOOD, NEW, ANYTHING, True),
+    (GOOD, OLD, EVIL, False), (GOOD, OLD, KEYS + EVIL, False),
+    (GOOD, OLD, KEYS + CCS + ANYTHING, True),
+    (GOOD, ALERT + OLD, CCS + ANYTHING, True),
+    (GOOD, RETRY + CCS + OLD, KEYS + CCS + ANYTHING, True),
+    (GOOD, b"HTTP/1.1 400 \r\n", CCS + EVIL, False), (GOOD, GOOD + NEW, ANYTHING, True),
+    (GOOD, OLD[:-2] + b"\0\x2b", CCS + EVIL, False), (GOOD, b"", b"GET / HTTP/1.1\r\n", False),
+    (GOOD, b"", record(22, b""), False), (GOOD, b"", KEYS[:-1] + ALERT, False),
+    (GOOD, RETRY, EVIL[:9] + CCS + EVIL[9:], False), (GOOD + CCS + EVIL, b"", b"", False),
+    (GOOD, b"", record(22, GOOD[5:9]) + ALERT + record(22, GOOD[9:]), False),
+    (GOOD, OLD, record(22, KEYS[5:] + EVIL[5:]), False),
+    (GOOD, b"", record(22, b"\x0b\xff\xff\xff"), False),
+])
+@pytest.mark.parametrize("step", [1, 3, 100_000])
+def test_every_client_hello_in_plaintext_is_checked(first: bytes, answer: bytes, second: bytes,
+                                                    goes: bool, step: int) -> None:
+    handshake = proxy.Handshake("localhost")
+
+    def say(says: Callable[[bytes], bool], data: bytes) -> None:
+        for at in range(0, len(data), step):
+            if not says(data[at:at + step]):
+                break
+
+    def all_of_it() -> None:
+        say(handshake.client_says, first)
+        say(handshake.server_says, answer)
+        say(handshake.client_says, second)
+
+    if goes:
+        all_of_it()
+    else:
+        with pytest.raises(ValueError, match=r"TLS|legal"):
+            all_of_it()
 
 
 def test_a_request_in_a_tunnel(running: Proxy) -> None:
@@ -1157,7 +1295,7 @@ def test_two_hundred_tunnels_at_once(running: Proxy) -> None:
             sock.sendall(hello)
         for sock in socks:
             assert read_exactly(sock, len(hello)) == hello
-        block = random.Random(4).randbytes(20_000)
+        block = b"\x17\x03\x03\x4e\x20" + random.Random(4).randbytes(20_000)
         for sock in socks:
             sock.sendall(block)
         for sock in socks:
