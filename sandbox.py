@@ -1294,6 +1294,7 @@ NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
 PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
 CREATION_SECONDS = 3  # between the proxy of a session and its container
+PROXY_MEMORY = "512m"  # more than all its connections and their sockets take
 PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
 
@@ -1303,7 +1304,8 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
 
     argv = [engine.name, "run", "-d", "--pull", "never", "--name", session.proxy, "--user", "0:0", "--workdir", "/",
             "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--restart", "on-failure",
-            "--pids-limit", "1024", *PROXY_LOG, "--volume", f"{session.volume}:{NET_DIRECTORY}"]
+            "--pids-limit", "1024", "--memory", PROXY_MEMORY, *PROXY_LOG,
+            "--volume", f"{session.volume}:{NET_DIRECTORY}"]
     argv += ["--http-proxy=false"] if engine.name == "podman" else []
     for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
         argv += ["--label", f"sandbox.{key}={value}"]

@@ -287,6 +287,12 @@ def test_net_says_what_it_cannot_do(engine: Engine, guarded: Guarded, project: P
     assert guarded.proxy not in engine.sandbox("ps").stdout
 
 
+def test_the_proxy_has_a_limit_on_its_memory(engine: Engine, guarded: Guarded) -> None:
+    limit = inspected(engine, guarded.proxy, "{{.HostConfig.Memory}}")
+    kept = engine.id != "rootless" or Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    assert limit == (str(512 * 1024 * 1024) if kept else "0")  # only version 2 is for all users
+
+
 # --- A proxy that dies ---
 
 

@@ -1315,6 +1315,43 @@ def test_the_one_too_many_is_told(running: Proxy) -> None:
     wait_for(lambda: running.send(b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400 "))
 
 
+def kernel_bytes(net: Proxy) -> list[int]:
+    """What the kernel keeps of data for each socket of the proxy."""
+    pid = net.processes[-1].pid
+    lines = subprocess.run(["ss", "-HtmnpO"], capture_output=True, text=True, check=True).stdout
+    mine = [line for line in lines.splitlines() if "ESTAB" in line and f"pid={pid}," in line]
+    return [sum(int(size) for size in re.findall(r"[(,](?:r|t|f|w)(\d+)", line)) for line in mine]
+
+
+def test_what_nobody_reads_takes_little_of_the_hosts_memory(running: Proxy) -> None:
+    """Of a few connections as much as the kernel gives, of all others a part of a megabyte."""
+    def flood(sock: socket.socket) -> None:
+        while select.select([], [sock], [], 1)[1]:
+            counts[sock.fileno()] = counts.get(sock.fileno(), 0) + sock.send(bytes(65536))
+        stuck.append(sock)
+        read_all(sock)
+
+    counts: dict[int, int] = {}
+    stuck: list[socket.socket] = []
+    with Outside(flood) as outside, contextlib.ExitStack() as stack:
+        running.allow(outside.place)
+        for _ in range(100):
+            stack.enter_context(running.tunnel(OUTSIDE, outside.port)).sendall(b"\0")
+        wait_for(lambda: len(stuck) == 100)
+        sizes = sorted(kernel_bytes(running))
+        assert len(sizes) == 200 and sizes[-24] <= 3 * proxy.SOCKET_BYTES, sizes
+        assert open_pipes(running) <= 4 * proxy.ROOMY_THREADS
+        assert running.rss_kib() <= 40 * 1024
+
+
+@pytest.mark.parametrize("count, status", [(200, b" 502 "), (201, b" 400 ")])
+def test_a_head_has_not_any_number_of_headers(running: Proxy, count: int, status: bytes) -> None:
+    """Each costs many times its own size."""
+    running.allow(f"127.0.0.1:{(port := free_port())}")
+    head = f"GET http://127.0.0.1:{port}/ HTTP/1.0\r\n".encode() + b"a:\r\n" * count
+    assert status in running.send(head + b"\r\n")
+
+
 def test_bad_clients_do_not_stop_others(running: Proxy) -> None:
     stop = threading.Event()
 

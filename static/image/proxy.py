@@ -38,7 +38,9 @@ PORT = int(os.environ.get("SANDBOX_NET_PORT", "3128"))
 SESSION = os.environ.get("SANDBOX_SESSION", "")
 DEFAULT_PORTS = (443, 80)
 
-GATES, CONNECTIONS, OVERFLOW, LOOKUPS = 4, 512, 64, 64
+GATES, CONNECTIONS, OVERFLOW, LOOKUPS = 4, 256, 64, 64
+ROOMY_THREADS, SOCKET_BYTES = 10, 128 * 1024
+HEADERS, ADDRESSES = 200, 32
 HEAD_BYTES, LINE_BYTES, HELLO_BYTES, BUFFER_BYTES = 64 * 1024, 4096, 32 * 1024, 128 * 1024
 LONG_BYTES, SPLICE_BYTES = 1024 * 1024, 1024 * 1024
 STACK_BYTES, FILES, BACKLOG, IDLE_BUFFERS = 256 * 1024, 4096, 256, 8
@@ -309,11 +311,27 @@ def look_up(host: str, port: int, found: list[str]) -> None:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(info[4][0]).partition("%")[0] for info in infos]
-        found[:] = dict.fromkeys(unpacked(packed(address)) for address in addresses)
+        different = dict.fromkeys(unpacked(packed(address)) for address in addresses)
+        found[:] = list(different)[:ADDRESSES]
     except (OSError, UnicodeError):
         pass
     finally:
         LOOKUP_SLOTS.release()
+
+
+def crowded() -> bool:
+    """Whether a connection must do with little memory: a few may have what the kernel gives.
+
+    Every connection has a thread, so that never more than these few have been given much.
+    """
+    return threading.active_count() > ROOMY_THREADS
+
+
+def bound_buffers(sock: socket.socket) -> None:
+    """The kernel's own limits are of megabytes for each socket, and all of a host share them."""
+    if crowded():
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
 
 
 def connect(decision: Decision) -> socket.socket:
@@ -324,6 +342,7 @@ def connect(decision: Decision) -> socket.socket:
         left = (deadline - time.monotonic()) / (len(decision.addresses) - index)
         sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         try:
+            bound_buffers(sock)
             sock.settimeout(max(left, 0.1))
             sock.connect((address, decision.port))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -387,7 +406,9 @@ class Request:
     """A request head, read strictly. Raises Answer."""
 
     def __init__(self, head: bytes) -> None:
-        first, *lines = head.split(b"\r\n")
+        first, *lines = head.split(b"\r\n", HEADERS + 1)
+        if len(lines) > HEADERS:
+            raise bad("it has too many headers")
         if not (match := REQUEST_LINE.fullmatch(first)):
             raise bad("not a request line")
         self.method, self.target, self.minor = match[1].decode(), match[2].decode(), match[3].decode()
@@ -544,7 +565,8 @@ class Pipe:
     def is_long(self) -> bool:
         """Whether the rest goes through the kernel's pipe, which is made where it is missing."""
         judged = self.body or self.watch
-        if self.ends == (-1, -1) and self.moved > LONG_BYTES and not self.data and not judged:
+        if (self.ends == (-1, -1) and self.moved > LONG_BYTES and not self.data and not judged
+                and not crowded()):
             with contextlib.suppress(OSError):  # no file descriptors: it goes as it went
                 self.ends = os.pipe()
                 fcntl.fcntl(self.ends[1], fcntl.F_SETPIPE_SZ, SPLICE_BYTES)
@@ -932,6 +954,7 @@ def serve_client(client: socket.socket) -> None:
         with client:
             try:
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                bound_buffers(client)
                 if busy:
                     raise Answer(503, f"sandbox: {CONNECTIONS} connections are open already\n")
                 handle(client)
