@@ -66,7 +66,8 @@ class Proxy:
     def env(self, rules: object = None) -> dict[str, str]:
         text = rules if isinstance(rules, str) else json.dumps(rules)
         return {"PATH": os.environ["PATH"], "SANDBOX_NET": str(self.directory), "SANDBOX_NET_PORT": str(self.port),
-                "SANDBOX_SESSION": "demo", "SANDBOX_RULES": text}
+                "SANDBOX_KEPT": str(self.directory / "kept"), "SANDBOX_SESSION": "demo",
+                "SANDBOX_RULES": text}
 
     def command(self, *words: str, rules: object = None, before: tuple[str, ...] = (),
                 ) -> subprocess.CompletedProcess[str]:
@@ -89,6 +90,9 @@ class Proxy:
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def kept(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "kept").read_text().splitlines()]
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port), SECONDS)
@@ -665,6 +669,72 @@ def test_every_line_of_the_log_is_one_json_object(running: Proxy) -> None:
     lines = running.lines()
     assert [line["host"] for line in lines] == ["a" * 253, 'a"b']
     assert all(set(line) == {"time", "session", "host", "port", "verdict", "rule", "reason"} for line in lines)
+
+
+# --- What is kept ---
+
+
+def ask(net: Proxy, *hosts: str) -> None:
+    for host in hosts:
+        net.send(f"CONNECT {host}:443 HTTP/1.1\r\n\r\n".encode())
+
+
+def counts(entries: list[dict[str, Any]]) -> list[str]:
+    return [f"{entry['host']} {entry['verdict']} {entry['count']}" for entry in entries]
+
+
+def test_each_host_is_kept_with_its_first_and_last_time(running: Proxy) -> None:
+    running.allow("127.0.0.1")
+    ask(running, "127.0.0.1", "a.example", "A.example.", "b.example", "a.example")
+    entries = running.kept()
+    assert counts(entries) == ["127.0.0.1 allow 1", "a.example deny 3", "b.example deny 1"]
+    lines = running.lines()
+    assert (entries[1]["first"], entries[1]["time"]) == (lines[1]["time"], lines[4]["time"])
+    assert {"port": 443, "rule": "", "reason": "no rule allows it"}.items() <= entries[1].items()
+    running.processes[-1].kill()
+    running.processes[-1].wait()
+    with open(running.directory / "kept", "a") as file:
+        file.write('{"host": "half')  # as when the disk was full
+    running.serve()
+    wait_for(lambda: connects(running))
+    running.allow("127.0.0.1", "b.example")
+    ask(running, "a.example", "b.example", "c.example")
+    now = running.kept()
+    assert counts(now) == ["127.0.0.1 allow 1", "a.example deny 4", "b.example deny 1",
+                           "b.example allow 1", "c.example deny 1"]
+    assert [entry["first"] for entry in now[:3]] == [entry["first"] for entry in entries]
+
+
+def test_noise_hides_nothing_that_was_decided_before(net: Proxy) -> None:
+    def noted(verdict: str, count: int) -> None:
+        for number in range(count):
+            reason = "x" * 999 if verdict == "deny" else ""
+            kept.note(proxy.Decision(f"{verdict}{number}.example", 443, reason))
+
+    kept = proxy.Kept()
+    kept.open(str(net.directory / "kept"))
+    noted("allow", 5)
+    noted("deny", 3000)
+    noted("allow", 6)
+    entries = net.kept()
+    assert [entry["host"] for entry in entries if entry["verdict"] == "allow"] == [
+        f"allow{number}.example" for number in range(6)]
+    denied = [entry for entry in entries if entry["verdict"] == "deny"]
+    assert len(denied) == proxy.KEPT_HOSTS + 1 and denied[0]["host"] == "deny0.example"
+    assert (denied[-1]["host"], denied[-1]["count"]) == ("*", 3000 - proxy.KEPT_HOSTS)
+    assert (net.directory / "kept").stat().st_size == len(entries) * proxy.KEPT_BYTES
+
+
+def test_the_longest_line_has_room(net: Proxy) -> None:
+    kept = proxy.Kept()
+    kept.open(str(net.directory / "kept"))
+    kept.note(proxy.Decision('"' * 300, 65535, '"' * 3000, "*." + "a" * 253 + ":65535"))
+    kept.note(proxy.Decision("a.example", 443))
+    assert [entry["host"] for entry in net.kept()] == ['"' * 253, "a.example"]
+
+
+def test_what_is_kept_is_for_root_alone(running: Proxy) -> None:
+    assert (running.directory / "kept").stat().st_mode & 0o777 == 0o600
 
 
 # --- Tunnels ---
@@ -1327,11 +1397,10 @@ def test_what_nobody_reads_takes_little_of_the_hosts_memory(running: Proxy) -> N
     """Of a few connections as much as the kernel gives, of all others a part of a megabyte."""
     def flood(sock: socket.socket) -> None:
         while select.select([], [sock], [], 1)[1]:
-            counts[sock.fileno()] = counts.get(sock.fileno(), 0) + sock.send(bytes(65536))
+            sock.send(bytes(65536))
         stuck.append(sock)
         read_all(sock)
 
-    counts: dict[int, int] = {}
     stuck: list[socket.socket] = []
     with Outside(flood) as outside, contextlib.ExitStack() as stack:
         running.allow(outside.place)

@@ -11,8 +11,12 @@ The session has no network but its own loopback. What it shares with the proxy i
   rules.json   {"allow": [...], "deny": [...]} of host, host:port, *.host, an address, [v6]:port; without a port
                443 and 80; what denies wins; read again when it changes, and while it is wrong nothing is allowed
 
+/var/lib/sandbox-net/decisions, which the session does not see, keeps a JSON line for each host that
+was asked for: the last decision, when the first one was, and how many there were.
+
 Environment: SANDBOX_SESSION (its name), SANDBOX_RULES (JSON; `serve` uses it only where there is no rules.json),
-SANDBOX_NET and SANDBOX_NET_PORT (another directory and port). stdout has one JSON line per decision.
+SANDBOX_NET, SANDBOX_NET_PORT and SANDBOX_KEPT (another directory, port and file of decisions).
+stdout has one JSON line per decision.
 Exit codes: 0; 1 failed, or refused (check); 2 usage.
 """
 
@@ -32,15 +36,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 DIRECTORY = os.environ.get("SANDBOX_NET", "/run/sandbox-net")
 PORT = int(os.environ.get("SANDBOX_NET_PORT", "3128"))
+KEPT = os.environ.get("SANDBOX_KEPT", "/var/lib/sandbox-net/decisions")
 SESSION = os.environ.get("SANDBOX_SESSION", "")
 DEFAULT_PORTS = (443, 80)
 
 GATES, CONNECTIONS, OVERFLOW, LOOKUPS = 4, 256, 64, 64
 ROOMY_THREADS, SOCKET_BYTES = 10, 128 * 1024
 HEADERS, ADDRESSES = 200, 32
+KEPT_HOSTS, KEPT_BYTES, REASON_CHARACTERS = 2048, 2048, 300
 HEAD_BYTES, LINE_BYTES, HELLO_BYTES, BUFFER_BYTES = 64 * 1024, 4096, 32 * 1024, 128 * 1024
 LONG_BYTES, SPLICE_BYTES = 1024 * 1024, 1024 * 1024
 STACK_BYTES, FILES, BACKLOG, IDLE_BUFFERS = 256 * 1024, 4096, 256, 8
@@ -199,18 +206,21 @@ class Decision:
     """Allowed exactly when `reason` is empty; `addresses` are what may be connected to, `missing` what a rule lacks."""
 
     def __init__(self, host: str, port: int, reason: str = "", rule: str = "", missing: str = "") -> None:
-        self.host, self.port = host, port
+        self.host, self.port, self.time = host, port, time.time()
         self.reason, self.rule, self.missing = reason, rule, missing
         self.addresses: list[str] = []
 
-    def line(self) -> str:
-        now = time.time()
+    def entry(self) -> dict[str, Any]:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(self.time))
         entry = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z",
+            "time": f"{seconds}.{int(self.time % 1 * 1000):03d}Z",
             "session": SESSION, "host": clean(self.host), "port": self.port,
             "verdict": "deny" if self.reason else "allow", "rule": self.rule,
         }
-        return json.dumps(entry | ({"reason": self.reason} if self.reason else {})) + "\n"
+        return entry | ({"reason": self.reason} if self.reason else {})
+
+    def line(self) -> str:
+        return json.dumps(self.entry()) + "\n"
 
     def refusal(self) -> str:
         text = f"sandbox: {clean(self.host)} port {self.port} is refused: {self.reason}.\n"
@@ -286,6 +296,67 @@ def current_rules() -> Rules:
     return rules
 
 
+# --- What is kept ---
+
+
+class Kept:
+    """What was decided about each host, in lines of one length that are written over.
+
+    So many hosts have a line for what was allowed, as many for what was denied. All further ones
+    share the host * and its line: what a session asks for later hides nothing of before.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.fd = threading.Lock(), -1
+        self.places: dict[tuple[str, int, str], int] = {}
+        self.hosts = {"allow": 0, "deny": 0}
+        self.entries: list[dict[str, Any]] = []
+
+    def open(self, path: str) -> None:
+        """Go on where an earlier proxy of the session has ended. Raises OSError."""
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for line in os.pread(self.fd, 2 * (KEPT_HOSTS + 1) * KEPT_BYTES, 0).splitlines():
+            with contextlib.suppress(ValueError):  # a power cut has left half of it
+                entry = json.loads(line)
+                self.add((entry["host"], entry["port"], entry["verdict"]), entry)
+        os.ftruncate(self.fd, 0)
+        for place in range(len(self.entries)):
+            self.write(place)
+
+    def add(self, key: tuple[str, int, str], entry: dict[str, Any]) -> None:
+        self.hosts[key[2]] += 1
+        self.places[key] = len(self.entries)
+        self.entries.append(entry)
+
+    def write(self, place: int) -> None:
+        line = json.dumps(self.entries[place]).ljust(KEPT_BYTES - 1) + "\n"
+        os.pwrite(self.fd, line.encode(), place * KEPT_BYTES)
+
+    def note(self, decision: Decision) -> None:
+        entry = decision.entry()
+        with self.lock:
+            key = self.key(entry)
+            if key not in self.places:
+                self.add(key, {"first": entry["time"], "count": 0})
+            place = self.places[key]
+            known = self.entries[place]
+            entry |= {"host": key[0], "port": key[1], "first": known["first"],
+                      "count": known["count"] + 1}
+            if "reason" in entry:
+                entry["reason"] = entry["reason"][:REASON_CHARACTERS]
+            self.entries[place] = entry
+            if self.fd >= 0:
+                self.write(place)
+
+    def key(self, entry: dict[str, Any]) -> tuple[str, int, str]:
+        key = entry["host"], entry["port"], entry["verdict"]
+        has_room = key in self.places or self.hosts[key[2]] < KEPT_HOSTS
+        return key if has_room else ("*", 0, key[2])
+
+
+KEPT_DECISIONS = Kept()
+
+
 # --- Looking up and connecting ---
 
 LOOKUP_SLOTS = threading.Semaphore(LOOKUPS)
@@ -354,6 +425,8 @@ def connect(decision: Decision) -> socket.socket:
 
 
 def log(decision: Decision) -> None:
+    with contextlib.suppress(OSError):
+        KEPT_DECISIONS.note(decision)
     with contextlib.suppress(OSError):
         os.write(1, decision.line().encode())
 
@@ -1075,6 +1148,10 @@ def cmd_serve() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
     threading.stack_size(STACK_BYTES)
+    try:
+        KEPT_DECISIONS.open(KEPT)
+    except OSError as error:
+        print(f"sandbox: decisions are not kept: {error}", file=sys.stderr)
     start_rules()
     with listen(os.path.join(DIRECTORY, "proxy.sock")) as server:
         while True:
