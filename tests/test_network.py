@@ -282,6 +282,18 @@ def test_what_is_kept_outlives_the_log_and_is_out_of_reach(engine: Engine) -> No
     assert not set(mine) & set(engine.run("volume", "ls", "-q").stdout.split())
 
 
+def test_the_log_of_a_proxy_that_keeps_nothing_is_shown(engine: Engine) -> None:
+    """Of a session that an older version has made."""
+    with Guarded(engine, LOCAL, outside=False) as session:
+        session.answers(LOCAL)
+        line = session.net("log").stdout
+        engine.run("rm", "-f", "-v", session.proxy)
+        engine.run("run", "-d", "--name", session.proxy, "--entrypoint", "echo", IMAGE, "-n", line)
+        wait_for(lambda: engine.run("logs", session.proxy).stdout == line)
+        answer = session.net("log")
+        assert (answer.returncode, answer.stdout, answer.stderr) == (0, line, "")
+
+
 LOG_PATH = {"docker": "{{.LogPath}}", "podman": "{{.HostConfig.LogConfig.Path}}"}
 
 
@@ -462,6 +474,8 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
             engine.run("rm", "-f", row["name"])  # a session whose container went by other hands leaves most
     left = [item for trace in traces for item in leftovers(engine, trace)]
     assert left
+    mounts = [mount for item in left if item.startswith("sandbox-proxy-")
+              for mount in inspected(engine, item, "{{range .Mounts}}{{.Name}} {{end}}").split()]
     foreign = f"{name}-sandbox-net-0123456789"
     engine.run("volume", "create", foreign)
     shown = engine.sandbox("prune", "--dry-run").stdout.split()
@@ -469,6 +483,7 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
     assert not set(leftovers(engine, kept.stderr)) & set(shown)
     assert set(left) <= set(engine.sandbox("prune").stdout.split())
     assert [item for trace in traces for item in leftovers(engine, trace)] == []
+    assert not set(mounts) & set(engine.run("volume", "ls", "-q").stdout.split())
     assert len(leftovers(engine, kept.stderr)) == 3
     assert engine.run("volume", "rm", foreign).returncode == 0
 
