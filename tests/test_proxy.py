@@ -409,6 +409,20 @@ def test_a_lookup_has_a_deadline(net: Proxy, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["verdict"] == "allow"
 
 
+def test_of_many_addresses_only_some_are_tried(net: Proxy, tmp_path: Path) -> None:
+    """Each takes its time when nobody answers there."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"127.0.7.{number} many.example\n" for number in range(1, 100)))
+    script = f'mount --bind {hosts} /etc/hosts; exec "$@"'
+    program = f"""
+import runpy
+print(len(runpy.run_path({str(PROXY)!r})["resolve"]("many.example", 443)))
+"""
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "-", sys.executable, "-c", program],
+                          capture_output=True, text=True, timeout=60)
+    assert done.stdout == "32\n", done.stderr
+
+
 def test_wrong_rules_refuse_everything(net: Proxy) -> None:
     net.allow("127.0.0.1")
     (net.directory / "rules.json").write_text('{"allow": ["127.0.0.1"')

@@ -36,7 +36,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 DIRECTORY = os.environ.get("SANDBOX_NET", "/run/sandbox-net")
 PORT = int(os.environ.get("SANDBOX_NET_PORT", "3128"))
@@ -202,6 +201,9 @@ def first_match(rules: list[Rule], host: str, port: int) -> str:
     return next((rule.text for rule in rules if rule.matches(host, port)), "")
 
 
+Entry = dict[str, str | int]  # a decision as it is written
+
+
 class Decision:
     """Allowed exactly when `reason` is empty; `addresses` are what may be connected to, `missing` what a rule lacks."""
 
@@ -210,9 +212,9 @@ class Decision:
         self.reason, self.rule, self.missing = reason, rule, missing
         self.addresses: list[str] = []
 
-    def entry(self) -> dict[str, Any]:
+    def entry(self) -> Entry:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(self.time))
-        entry = {
+        entry: Entry = {
             "time": f"{seconds}.{int(self.time % 1 * 1000):03d}Z",
             "session": SESSION, "host": clean(self.host), "port": self.port,
             "verdict": "deny" if self.reason else "allow", "rule": self.rule,
@@ -310,7 +312,7 @@ class Kept:
         self.lock, self.fd = threading.Lock(), -1
         self.places: dict[tuple[str, int, str], int] = {}
         self.hosts = {"allow": 0, "deny": 0}
-        self.entries: list[dict[str, Any]] = []
+        self.entries: list[Entry] = []
 
     def open(self, path: str) -> None:
         """Go on where an earlier proxy of the session has ended. Raises OSError."""
@@ -319,11 +321,11 @@ class Kept:
             with contextlib.suppress(ValueError):  # a power cut has left half of it
                 entry = json.loads(line)
                 self.add((entry["host"], entry["port"], entry["verdict"]), entry)
-        os.ftruncate(self.fd, 0)
         for place in range(len(self.entries)):
             self.write(place)
+        os.ftruncate(self.fd, len(self.entries) * KEPT_BYTES)
 
-    def add(self, key: tuple[str, int, str], entry: dict[str, Any]) -> None:
+    def add(self, key: tuple[str, int, str], entry: Entry) -> None:
         self.hosts[key[2]] += 1
         self.places[key] = len(self.entries)
         self.entries.append(entry)
@@ -341,15 +343,15 @@ class Kept:
             place = self.places[key]
             known = self.entries[place]
             entry |= {"host": key[0], "port": key[1], "first": known["first"],
-                      "count": known["count"] + 1}
-            if "reason" in entry:
-                entry["reason"] = entry["reason"][:REASON_CHARACTERS]
+                      "count": int(known["count"]) + 1}
+            if decision.reason:
+                entry["reason"] = decision.reason[:REASON_CHARACTERS]
             self.entries[place] = entry
             if self.fd >= 0:
                 self.write(place)
 
-    def key(self, entry: dict[str, Any]) -> tuple[str, int, str]:
-        key = entry["host"], entry["port"], entry["verdict"]
+    def key(self, entry: Entry) -> tuple[str, int, str]:
+        key = str(entry["host"]), int(entry["port"]), str(entry["verdict"])
         has_room = key in self.places or self.hosts[key[2]] < KEPT_HOSTS
         return key if has_room else ("*", 0, key[2])
 
