@@ -1471,6 +1471,8 @@ NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
 PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
 CREATION_SECONDS = 3  # between the proxy of a session and its container
+PROXY_MEMORY = "512m"  # 256 connections that nobody reads take 300 MB, with their sockets
+KEPT_DIRECTORY = "/var/lib/sandbox-net"  # a volume of the proxy's own, unseen by the session
 PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
 
@@ -1480,7 +1482,8 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
 
     argv = [engine.name, "run", "-d", "--pull", "never", "--name", session.proxy, "--user", "0:0", "--workdir", "/",
             "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--restart", "on-failure",
-            "--pids-limit", "1024", *PROXY_LOG, "--volume", f"{session.volume}:{NET_DIRECTORY}"]
+            "--pids-limit", "1024", "--memory", PROXY_MEMORY, *PROXY_LOG,
+            "--volume", f"{session.volume}:{NET_DIRECTORY}", "--volume", KEPT_DIRECTORY]
     argv += ["--http-proxy=false"] if engine.name == "podman" else []
     for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
         argv += ["--label", f"sandbox.{key}={value}"]
@@ -1508,7 +1511,7 @@ def set_rules(engine: Engine, session: Session, network: Any) -> None:
 
 
 def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
-    """The engine call that prints the decisions of a session's proxy, a JSON object per line."""
+    """The engine call that prints a proxy's last decisions, a JSON object per line."""
     return [engine.name, "logs", *options, session.proxy]
 
 
@@ -1518,6 +1521,36 @@ def decision_of(line: str | bytes) -> Any:
         data = parse_json(line)
         return data if isinstance(data, dict) else None
     return None
+
+
+def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
+    """What the proxy has decided about each host, the first one asked for first.
+
+    The log has room for the last ones only, and what runs in the session can fill it.
+    """
+    import io
+    import tarfile
+
+    path = f"{session.proxy}:{KEPT_DIRECTORY}/decisions"
+    status, out, _ = engine.output("cp", path, "-").result()
+    if status:
+        return []  # there was none yet, or the proxy is one that kept none
+    with tarfile.open(fileobj=io.BytesIO(out.encode())) as archive:
+        files = [archive.extractfile(member) for member in archive]
+        lines = [line for file in files if file for line in file.read().splitlines()]
+    return sorted(filter(None, map(decision_of, lines)), key=lambda entry: str(entry["first"]))
+
+
+def show_log(engine: Engine, session: Session, follow: bool) -> int:
+    """Print the decisions that are in the log, and before them the hosts that came before these."""
+    import json
+
+    _, out, _ = Output(log_argv(engine, session)).result()
+    oldest = next(filter(None, map(decision_of, out.splitlines())), {"time": "9999"})["time"]
+    for entry in kept_decisions(engine, session):
+        if entry["first"] < oldest:
+            print(json.dumps(entry), flush=True)
+    return call(log_argv(engine, session, *(["-f"] if follow else [])), output=1)
 
 
 def refusals(engine: Engine, session: Session, since: float) -> list[str]:
@@ -2381,7 +2414,7 @@ def cmd_net(args: argparse.Namespace) -> int:
     if bool(args.hosts) != (args.action in ("allow", "deny", "check")):
         raise SandboxError(f"net {args.action} takes {'no hosts' if args.hosts else 'hosts'}", code=2)
     if args.action == "log":
-        return call(log_argv(engine, session, *(["-f"] if args.follow else [])), output=1)
+        return show_log(engine, session, args.follow)
     if args.action == "show":
         import json
 
@@ -2457,7 +2490,7 @@ def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
     ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     proxies = [row["Names"][0] for row in rows if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
     # without -f, with which podman removes the containers that use it, too
-    return [*((("rm", "-f"), proxy) for proxy in proxies),
+    return [*((("rm", "-f", "-v"), proxy) for proxy in proxies),
             *((("volume", "rm"), volume) for volume in volumes if volume.removeprefix("sandbox-net-") not in ids)]
 
 

@@ -1265,11 +1265,15 @@ def get_decisions(app: App, _request: Request, params: Params) -> Stream:
     """Server-sent events: what the proxy has decided of late, and what it decides."""
     engine, session = find_allowlist(params["session"])
     argv = sandbox.log_argv(engine, session, "-f", "--tail", str(SHOWN_DECISIONS))
-    return Stream("text/event-stream; charset=utf-8", lambda sock: follow_log(sock, argv, lambda: app.stopping))
+    kept = sorted(sandbox.kept_decisions(engine, session), key=lambda entry: str(entry["time"]))
+    last = kept[-SHOWN_DECISIONS:]
+    return Stream("text/event-stream; charset=utf-8",
+                  lambda sock: follow_log(sock, last, argv, lambda: app.stopping))
 
 
-def follow_log(sock: socket.socket, argv: Sequence[str], stopping: Callable[[], bool]) -> None:
-    """Send each JSON line that a command prints as an event, until it ends or the client has gone."""
+def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
+               stopping: Callable[[], bool]) -> None:
+    """Send what is kept, then each JSON line of a command, until it ends or the client has gone."""
     (out, out_end), null = os.pipe(), os.open(os.devnull, os.O_RDWR)
     pid = sandbox.spawn(argv, fds={0: null, 1: out_end, 2: null})
     sandbox.Output.close(out_end, null)
@@ -1277,7 +1281,7 @@ def follow_log(sock: socket.socket, argv: Sequence[str], stopping: Callable[[], 
     poller.register(sock, select.POLLIN)
     poller.register(out, select.POLLIN)
     try:
-        sock.sendall(b": the log\n\n")
+        sock.sendall(b": the log\n\n" + b"".join(event_bytes("decision", item) for item in kept))
         while not stopping():
             ready = [fd for fd, _ in poller.poll(1000)]
             if sock.fileno() in ready and not sock.recv(4096):

@@ -1,6 +1,7 @@
 """The web UI in a real Chromium: what a person does, sees and must never see. It complains and calls abroad nowhere."""
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -663,6 +664,21 @@ def test_many_decisions_stay_few_rows_and_nothing_moves_under_the_pointer(outsid
     page.click(".tabs [href$=network]")
     page.see("late.example:80", ".decision:first-child")
     page.see("h249.example:80", ".decisions")
+
+
+def test_hosts_that_the_log_has_lost_are_shown(outside: str, page: Page, service: Service,
+                                               name: str) -> None:
+    assert not reaches(service, name) and not reaches(service, name, "other.example")
+    log = service.engine.run("inspect", "-f", "{{.LogPath}}", outside).stdout.strip()
+    os.truncate(log, 0)  # as it is when the engine begins it anew
+    assert not reaches(service, name)
+    open_screen(page, service, name, "network")
+    page.see("2 times, last", ".decision:first-child")
+    page.see("other.example:80", ".decision:last-child")
+    page.see("once", ".decision:last-child")
+    page.click(".decision:first-child button")
+    assert reaches(service, name)
+    page.see("3 times, refused 2", ".decision:first-child")
 
 
 def test_a_cut_network_is_seen_everywhere_and_comes_back(outside: str, page: Page, service: Service, name: str) -> None:

@@ -223,6 +223,80 @@ def test_check_and_log_are_lines_of_json(guarded: Guarded) -> None:
     assert answer.stderr == ""
 
 
+NOISE = """
+import socket, threading
+def ask():
+    for _ in range(1500):
+        with socket.create_connection(("127.0.0.1", 3128)) as sock:
+            sock.sendall(b"CONNECT " + b'"' * 253 + b":443 HTTP/1.1\\r\\n\\r\\n")
+            while sock.recv(4096):
+                pass
+threads = [threading.Thread(target=ask) for _ in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def hosts_of(text: str) -> list[str]:
+    return [json.loads(line)["host"] for line in text.splitlines()]
+
+
+@docker_only
+def test_noise_does_not_hide_what_was_asked_for_before(engine: Engine) -> None:
+    with Guarded(engine, LOCAL, outside=False) as session:
+        assert session.answers(LOCAL, "secret.test", "secret.test") == ["502", "403", "403"]
+        before = session.net("log").stdout
+        assert hosts_of(before) == ["127.0.0.1", "secret.test", "secret.test"]
+        assert session.python(NOISE).returncode == 0
+        assert "secret.test" not in engine.run("logs", session.proxy).stdout
+        lines = session.net("log").stdout.splitlines()
+        kept = json.loads(lines[1])
+        assert [json.loads(line)["host"] for line in lines[:2]] == ["127.0.0.1", "secret.test"]
+        assert (kept["count"], kept["verdict"], kept["reason"]) == (2, "deny", "no rule allows it")
+        times = [json.loads(line)["time"] for line in before.splitlines()]
+        assert [kept["first"], kept["time"]] == times[1:]
+        with engine.popen("net", "log", session.name, "-f", **session.where) as log:
+            assert log.stdout and hosts_of(log.stdout.readline()) == ["127.0.0.1"]
+            session.answers("followed.test")
+            assert any("followed.test" in line for line in log.stdout)
+
+
+def test_what_is_kept_outlives_the_log_and_is_out_of_reach(engine: Engine) -> None:
+    with Guarded(engine, LOCAL, outside=False) as session:
+        session.answers(LOCAL, "secret.test")
+        look = ["exec", "--user", "0", session.name, "ls", "/var/lib/sandbox-net"]
+        assert "No such file" in engine.run(*look).stderr
+        volumes = engine.run("volume", "ls", "-q").stdout.split()
+        engine.run("stop", "-t", "0", session.name, session.proxy)
+        path = inspected(engine, session.proxy, LOG_PATH[engine.runtime])
+        os.truncate(path, 0)  # as it is when the engine begins it anew
+        assert hosts_of(session.net("log").stdout) == ["127.0.0.1", "secret.test"]
+        assert session.answers("secret.test", "new.test") == ["403", "403"]
+        log = session.net("log").stdout.splitlines()
+        assert hosts_of("\n".join(log)) == ["127.0.0.1", "secret.test", "secret.test", "new.test"]
+        assert json.loads(log[1])["count"] == 2
+        mine = inspected(engine, session.proxy, '{{range .Mounts}}{{.Name}} {{end}}').split()
+        assert len(mine) == 2 and set(mine) <= set(volumes)
+    assert not set(mine) & set(engine.run("volume", "ls", "-q").stdout.split())
+
+
+def test_the_log_of_a_proxy_that_keeps_nothing_is_shown(engine: Engine) -> None:
+    """Of a session that an older version has made."""
+    with Guarded(engine, LOCAL, outside=False) as session:
+        session.answers(LOCAL)
+        line = session.net("log").stdout
+        engine.run("rm", "-f", "-v", session.proxy)
+        engine.run("run", "-d", "--name", session.proxy, "--entrypoint", "echo", IMAGE, "-n", line)
+        wait_for(lambda: engine.run("logs", session.proxy).stdout == line)
+        answer = session.net("log")
+        assert (answer.returncode, answer.stdout, answer.stderr) == (0, line, "")
+
+
+LOG_PATH = {"docker": "{{.LogPath}}", "podman": "{{.HostConfig.LogConfig.Path}}"}
+
+
 def test_rules_of_every_source_are_in_force_at_the_next_run(engine: Engine) -> None:
     with Guarded(engine, "127.0.0.2", outside=False, network={"allow": ["127.0.0.1"]}) as session:
         places = [f"127.0.0.{number}" for number in (1, 2, 3, 4)]
@@ -285,6 +359,12 @@ def test_net_says_what_it_cannot_do(engine: Engine, guarded: Guarded, project: P
         answer = engine.sandbox(*command)
         assert answer.returncode in (1, 125) and "is the proxy of the session" in answer.stderr
     assert guarded.proxy not in engine.sandbox("ps").stdout
+
+
+def test_the_proxy_has_a_limit_on_its_memory(engine: Engine, guarded: Guarded) -> None:
+    limit = inspected(engine, guarded.proxy, "{{.HostConfig.Memory}}")
+    kept = engine.id != "rootless" or Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    assert limit == (str(512 * 1024 * 1024) if kept else "0")  # only version 2 is for all users
 
 
 # --- A proxy that dies ---
@@ -394,6 +474,8 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
             engine.run("rm", "-f", row["name"])  # a session whose container went by other hands leaves most
     left = [item for trace in traces for item in leftovers(engine, trace)]
     assert left
+    mounts = [mount for item in left if item.startswith("sandbox-proxy-")
+              for mount in inspected(engine, item, "{{range .Mounts}}{{.Name}} {{end}}").split()]
     foreign = f"{name}-sandbox-net-0123456789"
     engine.run("volume", "create", foreign)
     shown = engine.sandbox("prune", "--dry-run").stdout.split()
@@ -401,6 +483,7 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
     assert not set(leftovers(engine, kept.stderr)) & set(shown)
     assert set(left) <= set(engine.sandbox("prune").stdout.split())
     assert [item for trace in traces for item in leftovers(engine, trace)] == []
+    assert not set(mounts) & set(engine.run("volume", "ls", "-q").stdout.split())
     assert len(leftovers(engine, kept.stderr)) == 3
     assert engine.run("volume", "rm", foreign).returncode == 0
 

@@ -66,7 +66,8 @@ class Proxy:
     def env(self, rules: object = None) -> dict[str, str]:
         text = rules if isinstance(rules, str) else json.dumps(rules)
         return {"PATH": os.environ["PATH"], "SANDBOX_NET": str(self.directory), "SANDBOX_NET_PORT": str(self.port),
-                "SANDBOX_SESSION": "demo", "SANDBOX_RULES": text}
+                "SANDBOX_KEPT": str(self.directory / "kept"), "SANDBOX_SESSION": "demo",
+                "SANDBOX_RULES": text}
 
     def command(self, *words: str, rules: object = None, before: tuple[str, ...] = (),
                 ) -> subprocess.CompletedProcess[str]:
@@ -89,6 +90,9 @@ class Proxy:
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def kept(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "kept").read_text().splitlines()]
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port), SECONDS)
@@ -405,6 +409,20 @@ def test_a_lookup_has_a_deadline(net: Proxy, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["verdict"] == "allow"
 
 
+def test_of_many_addresses_only_some_are_tried(net: Proxy, tmp_path: Path) -> None:
+    """Each takes its time when nobody answers there."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"127.0.7.{number} many.example\n" for number in range(1, 100)))
+    script = f'mount --bind {hosts} /etc/hosts; exec "$@"'
+    program = f"""
+import runpy
+print(len(runpy.run_path({str(PROXY)!r})["resolve"]("many.example", 443)))
+"""
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "-", sys.executable, "-c", program],
+                          capture_output=True, text=True, timeout=60)
+    assert done.stdout == "32\n", done.stderr
+
+
 def test_wrong_rules_refuse_everything(net: Proxy) -> None:
     net.allow("127.0.0.1")
     (net.directory / "rules.json").write_text('{"allow": ["127.0.0.1"')
@@ -667,6 +685,72 @@ def test_every_line_of_the_log_is_one_json_object(running: Proxy) -> None:
     assert all(set(line) == {"time", "session", "host", "port", "verdict", "rule", "reason"} for line in lines)
 
 
+# --- What is kept ---
+
+
+def ask(net: Proxy, *hosts: str) -> None:
+    for host in hosts:
+        net.send(f"CONNECT {host}:443 HTTP/1.1\r\n\r\n".encode())
+
+
+def counts(entries: list[dict[str, Any]]) -> list[str]:
+    return [f"{entry['host']} {entry['verdict']} {entry['count']}" for entry in entries]
+
+
+def test_each_host_is_kept_with_its_first_and_last_time(running: Proxy) -> None:
+    running.allow("127.0.0.1")
+    ask(running, "127.0.0.1", "a.example", "A.example.", "b.example", "a.example")
+    entries = running.kept()
+    assert counts(entries) == ["127.0.0.1 allow 1", "a.example deny 3", "b.example deny 1"]
+    lines = running.lines()
+    assert (entries[1]["first"], entries[1]["time"]) == (lines[1]["time"], lines[4]["time"])
+    assert {"port": 443, "rule": "", "reason": "no rule allows it"}.items() <= entries[1].items()
+    running.processes[-1].kill()
+    running.processes[-1].wait()
+    with open(running.directory / "kept", "a") as file:
+        file.write('{"host": "half')  # as when the disk was full
+    running.serve()
+    wait_for(lambda: connects(running))
+    running.allow("127.0.0.1", "b.example")
+    ask(running, "a.example", "b.example", "c.example")
+    now = running.kept()
+    assert counts(now) == ["127.0.0.1 allow 1", "a.example deny 4", "b.example deny 1",
+                           "b.example allow 1", "c.example deny 1"]
+    assert [entry["first"] for entry in now[:3]] == [entry["first"] for entry in entries]
+
+
+def test_noise_hides_nothing_that_was_decided_before(net: Proxy) -> None:
+    def noted(verdict: str, count: int) -> None:
+        for number in range(count):
+            reason = "x" * 999 if verdict == "deny" else ""
+            kept.note(proxy.Decision(f"{verdict}{number}.example", 443, reason))
+
+    kept = proxy.Kept()
+    kept.open(str(net.directory / "kept"))
+    noted("allow", 5)
+    noted("deny", 3000)
+    noted("allow", 6)
+    entries = net.kept()
+    assert [entry["host"] for entry in entries if entry["verdict"] == "allow"] == [
+        f"allow{number}.example" for number in range(6)]
+    denied = [entry for entry in entries if entry["verdict"] == "deny"]
+    assert len(denied) == proxy.KEPT_HOSTS + 1 and denied[0]["host"] == "deny0.example"
+    assert (denied[-1]["host"], denied[-1]["count"]) == ("*", 3000 - proxy.KEPT_HOSTS)
+    assert (net.directory / "kept").stat().st_size == len(entries) * proxy.KEPT_BYTES
+
+
+def test_the_longest_line_has_room(net: Proxy) -> None:
+    kept = proxy.Kept()
+    kept.open(str(net.directory / "kept"))
+    kept.note(proxy.Decision('"' * 300, 65535, '"' * 3000, "*." + "a" * 253 + ":65535"))
+    kept.note(proxy.Decision("a.example", 443))
+    assert [entry["host"] for entry in net.kept()] == ['"' * 253, "a.example"]
+
+
+def test_what_is_kept_is_for_root_alone(running: Proxy) -> None:
+    assert (running.directory / "kept").stat().st_mode & 0o777 == 0o600
+
+
 # --- Tunnels ---
 
 
@@ -721,7 +805,7 @@ def test_a_client_hello_in_pieces(running: Proxy, record_bytes: int, segment_byt
     with Outside(echo, "127.0.0.1") as outside:
         running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}")
         for name, arrives in (("localhost", True), ("evil.example.org", False)):
-            hello = client_hello(name, record_bytes) + b"more"
+            hello = client_hello(name, record_bytes) + b"\x17\x03\x03\0\x04more"
             with running.tunnel("localhost", outside.port) as sock:
                 with contextlib.suppress(ConnectionError):
                     for at in range(0, len(hello), segment_bytes):
@@ -783,6 +867,144 @@ def test_wrong_client_hellos_are_refused(running: Proxy) -> None:
             assert read_exactly(sock, len(good)) == good
     denied = [line for line in running.lines() if line["verdict"] == "deny"]
     assert len(denied) == len(WRONG_HELLOS) and all(line["reason"].isprintable() for line in denied)
+
+
+class Vhosts(Outside):
+    """A TLS server that notes the name of every ClientHello and asks for one with another key."""
+
+    def __init__(self, certificate: Path, most: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> None:
+        self.names: list[str | None] = []
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.load_cert_chain(certificate)
+        self.context.set_ecdh_curve("secp384r1")
+        self.context.maximum_version = most
+        self.context.sni_callback = lambda _tls, name, _context: self.names.append(name)
+        super().__init__(self.serve, "127.0.0.1")
+
+    def serve(self, sock: socket.socket) -> None:
+        with self.context.wrap_socket(sock, server_side=True) as secure:
+            echo(secure)
+
+
+CCS, SKIPPED = b"\x14\x03\x03\0\x01\x01", b"\x17\x03\x03\0\x03abc"
+
+
+def in_records(data: bytes, record_bytes: int) -> bytes:
+    """The last of some records, cut into smaller ones."""
+    at = data.rindex(b"\x16\x03\x03")
+    places = range(at + 5, len(data), record_bytes)
+    return data[:at] + b"".join(record(22, data[place:place + record_bytes]) for place in places)
+
+
+@pytest.mark.parametrize("change", [
+    lambda data: data, lambda data: in_records(data, 7), lambda data: data.removeprefix(CCS),
+    lambda data: SKIPPED + data, lambda data: CCS + SKIPPED + CCS + in_records(data, 1),
+], ids=["as it is", "in pieces", "no change of cipher", "after early data", "all of that"])
+def test_the_second_client_hello_names_the_host_too(running: Proxy, certificate: Path,
+                                                    change: Callable[[bytes], bytes]) -> None:
+    """Whose name a server takes that has asked for it (HelloRetryRequest)."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client_context(certificate).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with Vhosts(certificate) as outside:
+        running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}", deny=("otherhost",))
+        with running.tunnel("localhost", outside.port) as sock:
+            with pytest.raises(ssl.SSLWantReadError):
+                tls.do_handshake()
+            sock.sendall(outgoing.read())
+            incoming.write(sock.recv(65536))
+            with pytest.raises(ssl.SSLWantReadError):
+                tls.do_handshake()
+            second = outgoing.read()
+            assert second.count(b"localhost") == 1
+            sock.sendall(change(second.replace(b"localhost", b"otherhost")))
+            assert read_all(sock).endswith(b"\x15\x03\x03\x00\x02\x02\x70")
+    assert "otherhost" not in outside.names
+    reason = running.lines()[-1]["reason"]
+    assert reason == "the TLS handshake names otherhost, the tunnel localhost"
+
+
+def open_pipes(net: Proxy) -> int:
+    folder = f"/proc/{net.processes[-1].pid}/fd"
+    paths = [os.readlink(f"{folder}/{number}") for number in os.listdir(folder)]
+    return sum(path.startswith("pipe:") for path in paths)
+
+
+@pytest.mark.parametrize("version, hellos", [("TLSv1_2", 1), ("TLSv1_3", 2)])
+def test_after_the_handshake_nothing_is_read(running: Proxy, certificate: Path, version: str,
+                                             hellos: int) -> None:
+    """Both ways it goes through pipes of the kernel's where it is long."""
+    data, before = random.Random(5).randbytes(3_000_000), open_pipes(running)
+    with Vhosts(certificate, ssl.TLSVersion[version]) as outside:
+        running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}")
+        with (running.tunnel("localhost", outside.port) as sock,
+              client_context(certificate).wrap_socket(sock, server_hostname="localhost") as secure):
+            assert secure.version() == version.replace("_", ".")
+            for at in range(0, len(data), 100_000):
+                secure.sendall(data[at:at + 100_000])
+                assert read_exactly(secure, 100_000) == data[at:at + 100_000]
+            assert open_pipes(running) == before + 4
+    assert outside.names == ["localhost"] * hellos
+
+
+def record(kind: int, data: bytes) -> bytes:
+    return bytes([kind]) + b"\x03\x03" + struct.pack(">H", len(data)) + data
+
+
+def message(kind: int, body: bytes) -> bytes:
+    return bytes([kind]) + len(body).to_bytes(3, "big") + body
+
+
+def server_hello(random: bytes, *pairs: tuple[int, bytes]) -> bytes:
+    data = extensions(*pairs)
+    body = b"\x03\x03" + random + b"\0" + b"\x13\x01\0" + struct.pack(">H", len(data)) + data
+    return record(22, message(2, body))
+
+
+TLS_1_3 = (43, b"\x03\x04")
+GOOD, EVIL = with_extensions(LOCALHOST), with_extensions(sni(b"evil.org"))
+OLD, NEW = server_hello(bytes(32)), server_hello(bytes(32), TLS_1_3)
+RETRY = server_hello(proxy.HELLO_RETRY_RANDOM, TLS_1_3)
+KEYS, ALERT = record(22, message(16, b"key")), record(21, b"\x01\0")
+ANYTHING = b"\x16\x03\x03\0\x03\x01evil\xff"
+
+
+@pytest.mark.parametrize("first, answer, second, goes", [
+    (GOOD, b"", GOOD, True), (GOOD, b"", EVIL, False), (GOOD, b"", CCS + EVIL, False),
+    (GOOD, b"", ALERT + EVIL, False), (GOOD, RETRY, CCS + GOOD, True),
+    (GOOD, RETRY, CCS + EVIL, False), (GOOD, RETRY + CCS, SKIPPED + EVIL, False),
+    (GOOD, RETRY + CCS + NEW, CCS + SKIPPED + ANYTHING, True), (GOOD, NEW, ANYTHING, True),
+    (GOOD, OLD, EVIL, False), (GOOD, OLD, KEYS + EVIL, False),
+    (GOOD, OLD, KEYS + CCS + ANYTHING, True),
+    (GOOD, ALERT + OLD, CCS + ANYTHING, True),
+    (GOOD, RETRY + CCS + OLD, KEYS + CCS + ANYTHING, True),
+    (GOOD, b"HTTP/1.1 400 \r\n", CCS + EVIL, False), (GOOD, GOOD + NEW, ANYTHING, True),
+    (GOOD, OLD[:-2] + b"\0\x2b", CCS + EVIL, False), (GOOD, b"", b"GET / HTTP/1.1\r\n", False),
+    (GOOD, b"", record(22, b""), False), (GOOD, b"", KEYS[:-1] + ALERT, False),
+    (GOOD, RETRY, EVIL[:9] + CCS + EVIL[9:], False), (GOOD + CCS + EVIL, b"", b"", False),
+    (GOOD, b"", record(22, GOOD[5:9]) + ALERT + record(22, GOOD[9:]), False),
+    (GOOD, OLD, record(22, KEYS[5:] + EVIL[5:]), False),
+    (GOOD, b"", record(22, b"\x0b\xff\xff\xff"), False),
+])
+@pytest.mark.parametrize("step", [1, 3, 100_000])
+def test_every_client_hello_in_plaintext_is_checked(first: bytes, answer: bytes, second: bytes,
+                                                    goes: bool, step: int) -> None:
+    handshake = proxy.Handshake("localhost")
+
+    def say(says: Callable[[bytes], bool], data: bytes) -> None:
+        for at in range(0, len(data), step):
+            if not says(data[at:at + step]):
+                break
+
+    def all_of_it() -> None:
+        say(handshake.client_says, first)
+        say(handshake.server_says, answer)
+        say(handshake.client_says, second)
+
+    if goes:
+        all_of_it()
+    else:
+        with pytest.raises(ValueError, match=r"TLS|legal"):
+            all_of_it()
 
 
 def test_a_request_in_a_tunnel(running: Proxy) -> None:
@@ -1157,7 +1379,7 @@ def test_two_hundred_tunnels_at_once(running: Proxy) -> None:
             sock.sendall(hello)
         for sock in socks:
             assert read_exactly(sock, len(hello)) == hello
-        block = random.Random(4).randbytes(20_000)
+        block = b"\x17\x03\x03\x4e\x20" + random.Random(4).randbytes(20_000)
         for sock in socks:
             sock.sendall(block)
         for sock in socks:
@@ -1175,6 +1397,42 @@ def test_the_one_too_many_is_told(running: Proxy) -> None:
             stack.enter_context(running.tunnel(OUTSIDE, port))
         assert running.send(b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 503 ")
     wait_for(lambda: running.send(b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400 "))
+
+
+def kernel_bytes(net: Proxy) -> list[int]:
+    """What the kernel keeps of data for each socket of the proxy."""
+    pid = net.processes[-1].pid
+    lines = subprocess.run(["ss", "-HtmnpO"], capture_output=True, text=True, check=True).stdout
+    mine = [line for line in lines.splitlines() if "ESTAB" in line and f"pid={pid}," in line]
+    return [sum(int(size) for size in re.findall(r"[(,](?:r|t|f|w)(\d+)", line)) for line in mine]
+
+
+def test_what_nobody_reads_takes_little_of_the_hosts_memory(running: Proxy) -> None:
+    """Of a few connections as much as the kernel gives, of all others a part of a megabyte."""
+    def flood(sock: socket.socket) -> None:
+        while select.select([], [sock], [], 1)[1]:
+            sock.send(bytes(65536))
+        stuck.append(sock)
+        read_all(sock)
+
+    stuck: list[socket.socket] = []
+    with Outside(flood) as outside, contextlib.ExitStack() as stack:
+        running.allow(outside.place)
+        for _ in range(100):
+            stack.enter_context(running.tunnel(OUTSIDE, outside.port)).sendall(b"\0")
+        wait_for(lambda: len(stuck) == 100)
+        sizes = sorted(kernel_bytes(running))
+        assert len(sizes) == 200 and sizes[-24] <= 3 * proxy.SOCKET_BYTES, sizes
+        assert open_pipes(running) <= 4 * proxy.ROOMY_THREADS
+        assert running.rss_kib() <= 40 * 1024
+
+
+@pytest.mark.parametrize("count, status", [(200, b" 502 "), (201, b" 400 ")])
+def test_a_head_has_not_any_number_of_headers(running: Proxy, count: int, status: bytes) -> None:
+    """Each costs many times its own size."""
+    running.allow(f"127.0.0.1:{(port := free_port())}")
+    head = f"GET http://127.0.0.1:{port}/ HTTP/1.0\r\n".encode() + b"a:\r\n" * count
+    assert status in running.send(head + b"\r\n")
 
 
 def test_bad_clients_do_not_stop_others(running: Proxy) -> None:

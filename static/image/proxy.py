@@ -11,8 +11,12 @@ The session has no network but its own loopback. What it shares with the proxy i
   rules.json   {"allow": [...], "deny": [...]} of host, host:port, *.host, an address, [v6]:port; without a port
                443 and 80; what denies wins; read again when it changes, and while it is wrong nothing is allowed
 
+/var/lib/sandbox-net/decisions, which the session does not see, keeps a JSON line for each host that
+was asked for: the last decision, when the first one was, and how many there were.
+
 Environment: SANDBOX_SESSION (its name), SANDBOX_RULES (JSON; `serve` uses it only where there is no rules.json),
-SANDBOX_NET and SANDBOX_NET_PORT (another directory and port). stdout has one JSON line per decision.
+SANDBOX_NET, SANDBOX_NET_PORT and SANDBOX_KEPT (another directory, port and file of decisions).
+stdout has one JSON line per decision.
 Exit codes: 0; 1 failed, or refused (check); 2 usage.
 """
 
@@ -31,14 +35,18 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 DIRECTORY = os.environ.get("SANDBOX_NET", "/run/sandbox-net")
 PORT = int(os.environ.get("SANDBOX_NET_PORT", "3128"))
+KEPT = os.environ.get("SANDBOX_KEPT", "/var/lib/sandbox-net/decisions")
 SESSION = os.environ.get("SANDBOX_SESSION", "")
 DEFAULT_PORTS = (443, 80)
 
-GATES, CONNECTIONS, OVERFLOW, LOOKUPS = 4, 512, 64, 64
+GATES, CONNECTIONS, OVERFLOW, LOOKUPS = 4, 256, 64, 64
+ROOMY_THREADS, SOCKET_BYTES = 10, 128 * 1024
+HEADERS, ADDRESSES = 200, 32
+KEPT_HOSTS, KEPT_BYTES, REASON_CHARACTERS = 2048, 2048, 300
 HEAD_BYTES, LINE_BYTES, HELLO_BYTES, BUFFER_BYTES = 64 * 1024, 4096, 32 * 1024, 128 * 1024
 LONG_BYTES, SPLICE_BYTES = 1024 * 1024, 1024 * 1024
 STACK_BYTES, FILES, BACKLOG, IDLE_BUFFERS = 256 * 1024, 4096, 256, 8
@@ -57,6 +65,10 @@ TLS_LIKE = re.compile(rb"[\x14-\x18]|[\x80-\xff].\x01[\0-\x03]", re.DOTALL)
 UNDECIDED = re.compile(rb"[!-~]*\r?|[\x80-\xff](?:.\x01?)?", re.DOTALL)
 LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # with such a last label, a C library reads a name as an address
+CHANGE_CIPHER_SPEC, HANDSHAKE, RECORD_TYPES = 20, 22, range(20, 25)
+CLIENT_HELLO, SERVER_HELLO, SERVER_NAME, SUPPORTED_VERSIONS, TLS_1_3 = 1, 2, 0, 43, 0x304
+HELLO_RETRY_RANDOM = bytes.fromhex(
+    "cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
 UNNAMED_ALERT = b"\x15\x03\x03\x00\x02\x02\x70"  # TLS: fatal, unrecognized_name
 
 
@@ -189,22 +201,28 @@ def first_match(rules: list[Rule], host: str, port: int) -> str:
     return next((rule.text for rule in rules if rule.matches(host, port)), "")
 
 
+Entry = dict[str, str | int]  # a decision as it is written
+
+
 class Decision:
     """Allowed exactly when `reason` is empty; `addresses` are what may be connected to, `missing` what a rule lacks."""
 
     def __init__(self, host: str, port: int, reason: str = "", rule: str = "", missing: str = "") -> None:
-        self.host, self.port = host, port
+        self.host, self.port, self.time = host, port, time.time()
         self.reason, self.rule, self.missing = reason, rule, missing
         self.addresses: list[str] = []
 
-    def line(self) -> str:
-        now = time.time()
-        entry = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z",
+    def entry(self) -> Entry:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(self.time))
+        entry: Entry = {
+            "time": f"{seconds}.{int(self.time % 1 * 1000):03d}Z",
             "session": SESSION, "host": clean(self.host), "port": self.port,
             "verdict": "deny" if self.reason else "allow", "rule": self.rule,
         }
-        return json.dumps(entry | ({"reason": self.reason} if self.reason else {})) + "\n"
+        return entry | ({"reason": self.reason} if self.reason else {})
+
+    def line(self) -> str:
+        return json.dumps(self.entry()) + "\n"
 
     def refusal(self) -> str:
         text = f"sandbox: {clean(self.host)} port {self.port} is refused: {self.reason}.\n"
@@ -280,6 +298,67 @@ def current_rules() -> Rules:
     return rules
 
 
+# --- What is kept ---
+
+
+class Kept:
+    """What was decided about each host, in lines of one length that are written over.
+
+    So many hosts have a line for what was allowed, as many for what was denied. All further ones
+    share the host * and its line: what a session asks for later hides nothing of before.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.fd = threading.Lock(), -1
+        self.places: dict[tuple[str, int, str], int] = {}
+        self.hosts = {"allow": 0, "deny": 0}
+        self.entries: list[Entry] = []
+
+    def open(self, path: str) -> None:
+        """Go on where an earlier proxy of the session has ended. Raises OSError."""
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for line in os.pread(self.fd, 2 * (KEPT_HOSTS + 1) * KEPT_BYTES, 0).splitlines():
+            with contextlib.suppress(ValueError):  # a power cut has left half of it
+                entry = json.loads(line)
+                self.add((entry["host"], entry["port"], entry["verdict"]), entry)
+        for place in range(len(self.entries)):
+            self.write(place)
+        os.ftruncate(self.fd, len(self.entries) * KEPT_BYTES)
+
+    def add(self, key: tuple[str, int, str], entry: Entry) -> None:
+        self.hosts[key[2]] += 1
+        self.places[key] = len(self.entries)
+        self.entries.append(entry)
+
+    def write(self, place: int) -> None:
+        line = json.dumps(self.entries[place]).ljust(KEPT_BYTES - 1) + "\n"
+        os.pwrite(self.fd, line.encode(), place * KEPT_BYTES)
+
+    def note(self, decision: Decision) -> None:
+        entry = decision.entry()
+        with self.lock:
+            key = self.key(entry)
+            if key not in self.places:
+                self.add(key, {"first": entry["time"], "count": 0})
+            place = self.places[key]
+            known = self.entries[place]
+            entry |= {"host": key[0], "port": key[1], "first": known["first"],
+                      "count": int(known["count"]) + 1}
+            if decision.reason:
+                entry["reason"] = decision.reason[:REASON_CHARACTERS]
+            self.entries[place] = entry
+            if self.fd >= 0:
+                self.write(place)
+
+    def key(self, entry: Entry) -> tuple[str, int, str]:
+        key = str(entry["host"]), int(entry["port"]), str(entry["verdict"])
+        has_room = key in self.places or self.hosts[key[2]] < KEPT_HOSTS
+        return key if has_room else ("*", 0, key[2])
+
+
+KEPT_DECISIONS = Kept()
+
+
 # --- Looking up and connecting ---
 
 LOOKUP_SLOTS = threading.Semaphore(LOOKUPS)
@@ -305,11 +384,27 @@ def look_up(host: str, port: int, found: list[str]) -> None:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(info[4][0]).partition("%")[0] for info in infos]
-        found[:] = dict.fromkeys(unpacked(packed(address)) for address in addresses)
+        different = dict.fromkeys(unpacked(packed(address)) for address in addresses)
+        found[:] = list(different)[:ADDRESSES]
     except (OSError, UnicodeError):
         pass
     finally:
         LOOKUP_SLOTS.release()
+
+
+def crowded() -> bool:
+    """Whether a connection must do with little memory: a few may have what the kernel gives.
+
+    Every connection has a thread, so that never more than these few have been given much.
+    """
+    return threading.active_count() > ROOMY_THREADS
+
+
+def bound_buffers(sock: socket.socket) -> None:
+    """The kernel's own limits are of megabytes for each socket, and all of a host share them."""
+    if crowded():
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
 
 
 def connect(decision: Decision) -> socket.socket:
@@ -320,6 +415,7 @@ def connect(decision: Decision) -> socket.socket:
         left = (deadline - time.monotonic()) / (len(decision.addresses) - index)
         sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         try:
+            bound_buffers(sock)
             sock.settimeout(max(left, 0.1))
             sock.connect((address, decision.port))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -331,6 +427,8 @@ def connect(decision: Decision) -> socket.socket:
 
 
 def log(decision: Decision) -> None:
+    with contextlib.suppress(OSError):
+        KEPT_DECISIONS.note(decision)
     with contextlib.suppress(OSError):
         os.write(1, decision.line().encode())
 
@@ -383,7 +481,9 @@ class Request:
     """A request head, read strictly. Raises Answer."""
 
     def __init__(self, head: bytes) -> None:
-        first, *lines = head.split(b"\r\n")
+        first, *lines = head.split(b"\r\n", HEADERS + 1)
+        if len(lines) > HEADERS:
+            raise bad("it has too many headers")
         if not (match := REQUEST_LINE.fullmatch(first)):
             raise bad("not a request line")
         self.method, self.target, self.minor = match[1].decode(), match[2].decode(), match[3].decode()
@@ -511,6 +611,8 @@ class Pipe:
         self.source, self.sink, self.body = source, sink, body
         self.data, self.open, self.moved = memoryview(data), True, 0
         self.buffer: mmap.mmap | None = None
+        # Sees what comes before the sink does, as long as it returns True.
+        self.watch: Callable[[memoryview], bool] | None = None
         self.ends, self.inside = (-1, -1), 0  # of the kernel's pipe, and how many bytes are in it
 
     @property
@@ -537,7 +639,9 @@ class Pipe:
 
     def is_long(self) -> bool:
         """Whether the rest goes through the kernel's pipe, which is made where it is missing."""
-        if self.ends == (-1, -1) and self.moved > LONG_BYTES and not self.data and not self.body:
+        judged = self.body or self.watch
+        if (self.ends == (-1, -1) and self.moved > LONG_BYTES and not self.data and not judged
+                and not crowded()):
             with contextlib.suppress(OSError):  # no file descriptors: it goes as it went
                 self.ends = os.pipe()
                 fcntl.fcntl(self.ends[1], fcntl.F_SETPIPE_SZ, SPLICE_BYTES)
@@ -581,6 +685,8 @@ class Pipe:
             if not count:
                 raise bad("its body ends too early")
             self.data = self.data[:self.body.take(self.data)]
+        if self.watch and not self.watch(self.data):
+            self.watch = None
         return bool(count) or self.end()
 
     def end(self) -> bool:
@@ -686,8 +792,25 @@ def tunnel(client: socket.socket, request: Request, rest: bytes) -> None:
             tunnelled_request(client, data, server, host, port)
             return
         if kind == "tls":
-            data = checked_hello(client, data, host, port)
-        pump(Pipe(client, server, data), Pipe(server, client, b""), both=True)
+            secure_tunnel(client, data, server, host, port)
+        else:
+            pump(Pipe(client, server, data), Pipe(server, client, b""), both=True)
+
+
+def secure_tunnel(client: socket.socket, data: bytes, server: socket.socket, host: str,
+                  port: int) -> None:
+    """Raises Answer and OSError."""
+    handshake = Handshake(host)
+    try:
+        up = Pipe(client, server, checked_hello(client, data, handshake))
+        down = Pipe(server, client, b"")
+        up.watch, down.watch = handshake.client_says, handshake.server_says
+        pump(up, down, both=True)
+    except ValueError as error:
+        log(Decision(host, port, str(error)))
+        client.settimeout(HEAD_SECONDS)
+        client.sendall(UNNAMED_ALERT)
+        raise Answer(0, "") from None
 
 
 def tunnelled_request(client: socket.socket, data: bytes, server: socket.socket, host: str, port: int) -> None:
@@ -734,22 +857,19 @@ def first_bytes(client: socket.socket, server: socket.socket, data: bytes) -> tu
     return kind, data
 
 
-def checked_hello(client: socket.socket, data: bytes, host: str, port: int) -> bytes:
-    """All that came, once a whole ClientHello that names the host is in it. Raises Answer."""
+def checked_hello(client: socket.socket, data: bytes, handshake: "Handshake") -> bytes:
+    """All that came, once a whole ClientHello that names the host is in it. Raises ValueError."""
     deadline = time.monotonic() + HEAD_SECONDS
-    try:
-        while (hello := client_hello(data)) is None:
+    handshake.client_says(data)
+    while not handshake.hellos:
+        try:
             piece = receive(client, deadline)
-            if not piece or len(data) > HELLO_BYTES:
-                raise ValueError("no whole TLS ClientHello came")
-            data += piece
-        name = server_name(hello)
-        if (name and normal_host(name)) != ("" if is_address(host) else host):
-            raise ValueError(f"the TLS handshake names {clean(name) or 'no host'}, the tunnel {host}")
-    except (ValueError, TimeoutError) as error:
-        log(Decision(host, port, str(error) if isinstance(error, ValueError) else "no whole TLS ClientHello came"))
-        client.sendall(UNNAMED_ALERT)
-        raise Answer(0, "") from None
+        except TimeoutError:
+            piece = b""
+        if not piece:
+            raise ValueError("no whole TLS ClientHello came")
+        handshake.client_says(piece)
+        data += piece
     return data
 
 
@@ -761,7 +881,7 @@ class Reader:
 
     def take(self, count: int) -> bytes:
         if count > len(self.data):
-            raise ValueError("the TLS ClientHello is not well-formed")
+            raise ValueError("the TLS handshake is not well-formed")
         piece, self.data = self.data[:count], self.data[count:]
         return piece
 
@@ -769,26 +889,116 @@ class Reader:
         return self.take(int.from_bytes(self.take(size), "big"))
 
 
-def client_hello(data: bytes) -> bytes | None:
-    """The body of the ClientHello that these TLS records begin with, or None while it is incomplete.
+class Records:
+    """The messages of one side of a TLS handshake, out of records in plaintext (RFC 8446, 5.1)."""
 
-    Raises ValueError when they begin with something else.
-    """
-    message, at = b"", 0
-    while True:
-        whole = len(message) >= 4 and len(message) - 4 >= int.from_bytes(message[1:4], "big")
-        record = data[at:at + 5]
-        if message and message[0] != 1 or not whole and record and record[0] != 22:
-            raise ValueError("the TLS handshake does not begin with a ClientHello")
-        if whole:
-            return Reader(message[1:]).vector(3)
-        size = int.from_bytes(record[3:], "big")
-        if len(record) == 5 and not 0 < size <= 16 * 1024:
+    def __init__(self) -> None:
+        self.head, self.message = b"", bytearray()
+        self.kind = self.left = 0  # of the record that has begun: its type, and how much is to come
+
+    def read(self, data: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
+        """The type of each record, and of a handshake's each whole message. Raises ValueError."""
+        while data:
+            if self.left:
+                piece, data = bytes(data[:self.left]), data[self.left:]
+                self.left -= len(piece)
+                yield from self.messages(piece) if self.kind == HANDSHAKE else ()
+                continue
+            missing = 5 - len(self.head)
+            self.head, data = self.head + bytes(data[:missing]), data[missing:]
+            if len(self.head) == 5:
+                self.begin(self.head[0], int.from_bytes(self.head[3:], "big"))
+                self.head = b""
+                if self.kind != HANDSHAKE:
+                    yield self.kind, b""
+
+    def begin(self, kind: int, size: int) -> None:
+        if kind not in RECORD_TYPES:
+            raise ValueError("what follows is no TLS record")
+        if self.message and kind != HANDSHAKE:
+            raise ValueError("a TLS message is interrupted")
+        if kind == HANDSHAKE and not 0 < size <= 16 * 1024:
             raise ValueError("a TLS record is empty or too long")
-        if len(record) < 5 or at + 5 + size > len(data):
-            return None
-        message += data[at + 5:at + 5 + size]
-        at += 5 + size
+        self.kind, self.left = kind, size
+
+    def messages(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        self.message += data
+        while len(self.message) >= 4:
+            end = 4 + int.from_bytes(self.message[1:4], "big")
+            if end > HELLO_BYTES:
+                raise ValueError("a TLS message is too long")
+            if end > len(self.message):
+                return
+            message = bytes(self.message[:end])
+            del self.message[:end]
+            yield HANDSHAKE, message
+
+
+class Handshake:
+    """A TLS handshake as far as it can be read; every ClientHello must name the host of the tunnel.
+
+    A server can ask for a second one and take the name of that (HelloRetryRequest). How long it
+    takes one in plaintext follows from the version it chooses: with TLS 1.3 until its ServerHello,
+    also after records that it skips as early data; with an older one until the client changes to
+    the cipher.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host, self.hellos, self.version = host, 0, 0
+        self.client, self.server = Records(), Records()
+        self.readable = True  # what the client says
+
+    def client_says(self, data: bytes | memoryview) -> bool:
+        """Whether what follows must be seen, too. Raises ValueError for what may not go on."""
+        if not self.readable:
+            return False
+        for kind, message in self.client.read(data):
+            if not self.hellos and (kind != HANDSHAKE or message[0] != CLIENT_HELLO):
+                raise ValueError("the TLS handshake does not begin with a ClientHello")
+            if message and message[0] == CLIENT_HELLO:
+                self.check(server_name(Reader(message[1:]).vector(3)))
+                self.hellos += 1
+            if kind == CHANGE_CIPHER_SPEC and self.version:
+                self.readable = False
+                break
+        return self.readable
+
+    def check(self, name: str) -> None:
+        if (name and normal_host(name)) != ("" if is_address(self.host) else self.host):
+            named = clean(name) or "no host"
+            raise ValueError(f"the TLS handshake names {named}, the tunnel {self.host}")
+
+    def server_says(self, data: bytes | memoryview) -> bool:
+        """Whether it has yet to choose. Where that is not understood the client stays watched."""
+        try:
+            for _, message in self.server.read(data):
+                if message and message[0] == SERVER_HELLO and message[6:38] != HELLO_RETRY_RANDOM:
+                    self.version = chosen_version(message)
+                    self.readable = self.version != TLS_1_3
+                    return False
+        except ValueError:
+            return False
+        return True
+
+
+def chosen_version(message: bytes) -> int:
+    """Of a ServerHello (RFC 8446, 4.1.3 and 4.2.1). Raises ValueError."""
+    fields = Reader(message[4:])
+    version = fields.take(2)
+    fields.take(32)
+    fields.vector(1)
+    fields.take(3)
+    for kind, value in extensions_of(fields):
+        if kind == SUPPORTED_VERSIONS:
+            version = value
+    return int.from_bytes(version, "big")
+
+
+def extensions_of(fields: Reader) -> Iterator[tuple[int, bytes]]:
+    """Those that end a message. Raises ValueError."""
+    extensions = Reader(fields.vector(2) if fields.data else b"")
+    while extensions.data:
+        yield int.from_bytes(extensions.take(2), "big"), extensions.vector(2)
 
 
 def server_name(hello: bytes) -> str:
@@ -797,16 +1007,12 @@ def server_name(hello: bytes) -> str:
     fields.take(34)
     for size in (1, 2, 1):
         fields.vector(size)
-    extensions = Reader(fields.vector(2) if fields.data else b"")
-    names = []
-    while extensions.data:
-        kind, value = extensions.take(2), extensions.vector(2)
-        if kind == b"\0\0":
-            names.append(Reader(Reader(value).vector(2)))
+    values = [value for kind, value in extensions_of(fields) if kind == SERVER_NAME]
+    names = [Reader(Reader(value).vector(2)) for value in values]
     if not names:
         return ""
-    kind, name = names[0].take(1), names[0].vector(2)
-    if len(names) > 1 or names[0].data or kind != b"\0" or not name:
+    name_type, name = names[0].take(1), names[0].vector(2)
+    if len(names) > 1 or names[0].data or name_type != b"\0" or not name:
         raise ValueError("the TLS handshake names more or less than one host")
     return name.decode("latin-1")
 
@@ -823,6 +1029,7 @@ def serve_client(client: socket.socket) -> None:
         with client:
             try:
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                bound_buffers(client)
                 if busy:
                     raise Answer(503, f"sandbox: {CONNECTIONS} connections are open already\n")
                 handle(client)
@@ -943,6 +1150,10 @@ def cmd_serve() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
     threading.stack_size(STACK_BYTES)
+    try:
+        KEPT_DECISIONS.open(KEPT)
+    except OSError as error:
+        print(f"sandbox: decisions are not kept: {error}", file=sys.stderr)
     start_rules()
     with listen(os.path.join(DIRECTORY, "proxy.sock")) as server:
         while True:

@@ -24,11 +24,14 @@ const KINDS = {
     + "host's loopback too.",
 };
 
+const OTHERS = "*"; // the hosts for which a line of their own was not kept
+
 const bracketed = (host) => (host.includes(":") ? `[${host}]` : host);
 const ruleFor = (host, port) => bracketed(host) + ([443, 80].includes(port) ? "" : `:${port}`);
 
 /** The rule that lets a refused host through, "" where another one has to go first. */
 function remedy({ host, port, rule, reason = "" }) {
+  if (host === OTHERS) return "";
   if (rule) return rule.startsWith("*.") ? "" : rule; // a rule denies it: turn that one round
   const address = reason.match(/^it is at (\S+), which is no public address/)?.[1];
   return ruleFor(address ?? host, port);
@@ -37,9 +40,12 @@ function remedy({ host, port, rule, reason = "" }) {
 /** A host and port, with what was decided about it. */
 class Row {
   constructor(decision, change) {
-    this.count = this.refused = 0;
-    this.label = `${bracketed(decision.host)}:${decision.port}`;
+    this.counts = { allow: 0, deny: 0 };
+    this.counted = {}; // when the last one was decided that a count from the proxy has in it
+    const { host, port } = decision;
+    this.label = host === OTHERS ? "other hosts" : `${bracketed(host)}:${port}`;
     this.change = change;
+    this.last = decision;
     this.take(decision);
   }
 
@@ -61,11 +67,20 @@ class Row {
   }
 
   take(decision) {
-    this.last = decision;
+    if (decision.time >= this.last.time) this.last = decision;
     this.when = ""; // in words; that is dear
     this.changed = ""; // by a click here, since the last decision
-    this.count += 1;
-    this.refused += decision.verdict === "deny";
+    const { verdict, time, count } = decision;
+    if (count) [this.counts[verdict], this.counted[verdict]] = [count, time];
+    else if (!(time <= this.counted[verdict])) this.counts[verdict] += 1;
+  }
+
+  get count() {
+    return this.counts.allow + this.counts.deny;
+  }
+
+  get refused() {
+    return this.counts.deny;
   }
 
   get verdict() {
@@ -73,7 +88,8 @@ class Row {
   }
 
   rule() {
-    return this.verdict === "deny" && !this.changed ? remedy(this.last) : ruleFor(this.last.host, this.last.port);
+    if (this.verdict === "deny" && !this.changed) return remedy(this.last);
+    return this.last.host === OTHERS ? "" : ruleFor(this.last.host, this.last.port);
   }
 
   draw() {
@@ -174,7 +190,7 @@ function decisionList(name, { change, live }) {
 
   function take(decision) {
     if (decision.time <= floor) return; // it was here before the connection broke
-    latest = decision.time;
+    if (decision.time > latest) latest = decision.time;
     const key = `${decision.host} ${decision.port}`;
     const row = rows.get(key);
     const known = row?.last.verdict === "deny";
