@@ -44,7 +44,9 @@ MASK = "<masked>"
 CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 
 # Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. The
-# environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
+# environment arrives as a script in one variable: whole lines, any name, nothing in an argv. The last
+# thing that it does is to note that the command begins: has_begun() looks for that. Where the disk is
+# full the notes are emptied, after which nobody can say that a command has not begun.
 EXEC_SCRIPT = """\
 n=0
 until [ -e /run/sandbox-ready ]; do
@@ -60,6 +62,7 @@ unset SANDBOX_ENV
   export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
   export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
 }
+{ echo "$SANDBOX_EXEC" >>/run/sandbox-began || true >/run/sandbox-began; } 2>/dev/null
 exec "$@\""""
 
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
@@ -98,6 +101,14 @@ class SandboxError(Exception):
 
 class NameTaken(SandboxError):
     """Another run won the race for a container's name."""
+
+
+class NotBegun(SandboxError):
+    """A container ended before its command began; `sure` is False where the command may have begun."""
+
+    def __init__(self, message: str, hint: str, code: int, *, sure: bool) -> None:
+        super().__init__(message, hint, code)
+        self.sure = sure
 
 
 class EngineProblem(SandboxError):
@@ -655,8 +666,11 @@ class Output:
         for fd in fds:
             os.close(fd)
 
-    def result(self) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
+    def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
+        """Exit status, standard output, standard error.
+
+        With a limit a process that prints more is killed there.
+        """
         import select
 
         chunks: dict[int, list[bytes]] = {self.out: [], self.err: []}
@@ -671,6 +685,9 @@ class Output:
                     if not data:
                         poller.unregister(fd)
                         left -= 1
+                if limit_bytes and sum(len(data) for parts in chunks.values() for data in parts) > limit_bytes:
+                    os.kill(self.pid, 9)
+                    break
         except BaseException:
             os.kill(self.pid, 15)
             status_of(self.pid)
@@ -1009,11 +1026,13 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 
 
 # A run without a terminal skips the look: it execs into the id that the name had. An id is never given
-# twice, so at worst the engine knows no such container, and then cmd_run looks after all: only where the exec
-# failed at once and with the engine's own status, lest a command run twice.
-STALE_STATUS = {"docker": {"gone": 1, "stopped": 1}, "podman": {"gone": 125, "stopped": 255}}
-STALE_SECONDS = 3
+# twice, so at worst the engine knows no such container, or it is stopped. Then cmd_run looks after all, but
+# only where the container itself shows that the command did not begin: no command runs twice.
+ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
+BEGAN_BYTES = 16 << 20  # eleven for each command
+LOG_TAIL_BYTES = 65536
+SESSION_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1m")  # root inside can write to it
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1036,6 +1055,11 @@ def remember(engine: Engine, session: Session) -> None:
     except OSError:
         with suppress(OSError):
             os.unlink(temporary)
+
+
+def look_next_time(engine: Engine, session: Session) -> None:
+    """Forget the id of a session and not its labels: check_gone() wants them."""
+    remember(engine, Session(session.name, "", session.labels))
 
 
 def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | None:
@@ -1116,7 +1140,7 @@ def mount_argv(host: str, container: str, options: str = "") -> list[str]:
 def create_argv(engine: Engine, name: str, spec: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
     argv = [engine.name, "run", "-d", "--init", "--pull", "never", "--name", name, "--user", "0:0",
-            "--workdir", spec["workdir"], "-e", f"HOME={CONTAINER_HOME}", "--cap-drop", "ALL"]
+            "--workdir", spec["workdir"], "-e", f"HOME={CONTAINER_HOME}", "--cap-drop", "ALL", *SESSION_LOG]
     argv += [f"--cap-add={capability}" for capability in CAPABILITIES]
     argv += ["--http-proxy=false"] if engine.name == "podman" else []
     for key, flag in (("pidsLimit", "--pids-limit"), ("memory", "--memory"), ("cpus", "--cpus")):
@@ -1189,8 +1213,8 @@ class Created(Output):
         super().__init__(argv)
         self.argv = argv
 
-    def result(self) -> tuple[int, str, str]:
-        status, out, err = super().result()
+    def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
+        status, out, err = super().result(limit_bytes)
         return Output(self.argv).result() if status and "volume already exists" in err else (status, out, err)
 
 
@@ -1396,12 +1420,13 @@ class Request:
         self.name = self.config.get("containerName") or ""
         self.engines = candidates(self.config)
         self.session: Session | None = None
+        self.fresh = False  # whether this run has started the container
         if self.name:
             known = recall(self.engines, self.name)
             if not known:
                 self.engines[0].ask_ahead()
-            self.looked = look or not known
-            engine, self.session = known if known and not look else find_session(self.engines, self.name)
+            self.looked = look or not known or not known[1].id
+            engine, self.session = known if known and not self.looked else find_session(self.engines, self.name)
             self.engines = [engine]
             if known and not self.session and self.config.source("network") == "default":
                 check_gone(known[1])
@@ -1542,7 +1567,7 @@ def terminal_size() -> tuple[int, int]:
     return (size.lines, size.columns) if size.lines and size.columns else (24, 80)
 
 
-def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str]) -> int:
+def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str], tag: str) -> int:
     """Run a command in a session on our own stdin, stdout and stderr; its exit status.
 
     A client of the engine that is cut off leaves its process running inside, so a signal that
@@ -1551,7 +1576,6 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
     import signal
 
     terminal = on_terminal()
-    tag = random_id()
     argv = exec_argv(engine, session, request.workdir(), tag, command, stdin=terminal or not os.isatty(0),
                      size=terminal_size() if terminal else None)
     script = env_script((terminal_env() if terminal else {}) | request.env)
@@ -1853,6 +1877,7 @@ def open_session(request: Request) -> tuple[Engine, Session, bool]:
         engine, session = create_session(request.engines, request.name, request.config, request.flags)
         forget_files(session.name)  # an earlier session's
         fresh = True
+    request.fresh = fresh
     autostart = autostart_argv(engine, session, request) if fresh else []
     if autostart and call(autostart, {**os.environ, "SANDBOX_ENV": env_script(request.env)}):
         say("the autostart script could not be started")
@@ -1892,10 +1917,15 @@ def cmd_run(args: argparse.Namespace) -> int:
     try:
         request = with_remedies(lambda: Request(args, look=on_terminal() or args.rm_on_exit), args.yes)
         if not request.looked and request.session and put_rules(request.engines[0], request.session, request, False):
-            start = time.monotonic()
-            status = converse(request, request.engines[0], request.session, False)
-            if time.monotonic() - start > STALE_SECONDS or not is_stale(request.engines[0], request.session, status):
-                return status
+            try:
+                return converse(request, request.engines[0], request.session, False)
+            except NotBegun as error:
+                if not error.sure:
+                    try:
+                        Request(args, look=True)  # which may have more to say
+                    finally:
+                        look_next_time(request.engines[0], request.session)
+                    raise
         for _ in range(50):  # docker reserves a name before it shows the container
             if not request.looked:
                 request = with_remedies(lambda: Request(args, look=True), args.yes)
@@ -1909,15 +1939,6 @@ def cmd_run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
     return converse(request, engine, session, created)
-
-
-def is_stale(engine: Engine, session: Session, status: int) -> bool:
-    """Whether an exec can have ended with this status because there was no such container, or it was stopped."""
-    if status not in STALE_STATUS[engine.name].values():
-        return False
-    gone, out, _ = engine.output(*INSPECT, session.id).result()
-    state = "gone" if gone else out.split(" ")[2]
-    return state != "running" and STALE_STATUS[engine.name].get(state, STALE_STATUS[engine.name]["stopped"]) == status
 
 
 def converse(request: Request, engine: Engine, session: Session, created: bool) -> int:
@@ -1936,10 +1957,10 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
     command = compose(base, request.args.agent_args)
     asks = on_terminal() and not request.args.rm_on_exit and bool(created or request.agent or base is SHELL)
     while True:
-        since = time.time()
-        status = run_command(engine, session, request, command)
-        if created and status in (KILLED, *STALE_STATUS[engine.name].values()):
-            check_start(engine, session, status)
+        since, tag = time.time(), random_id()
+        status = run_command(engine, session, request, command, tag)
+        if status in ENGINE_STATUS or (request.fresh and status == KILLED):
+            check_begun(engine, session, tag, status, request.fresh)
         for line in refusals(engine, session, since):
             say(line)
         again = next_command(request, session, command) if asks else None
@@ -1951,24 +1972,56 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
         command = again
 
 
-def check_start(engine: Engine, session: Session, status: int) -> None:
-    """Raise SandboxError, and remove a new session, where its container ended instead of becoming ready."""
+def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: bool) -> None:
+    """Raise NotBegun when a command's container has ended, unless it shows that the command began before.
+
+    Nothing is removed: what runs in the container could bring all of this about.
+    """
+    state, code = end_of(engine, session, status)
+    if state == "running":
+        return
+    begun = has_begun(engine, session, tag)
+    if begun:
+        return
+    sure = begun is False
+    if not sure:
+        look_next_time(engine, session)
+    if fresh and 0 < code < 128:  # one that is stopped ends by a signal
+        lines = [f"the container {session.name} ended as soon as it was started", *last_lines(engine, session)]
+        hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
+        raise NotBegun("\n".join(lines), hint, 125, sure=sure)
+    message = f"the container {session.name} is {state or 'gone'}"
+    if sure:
+        raise NotBegun(message, "run this again", 125, sure=True)
+    raise NotBegun(f"{message}, and whether the command began is not known",
+                   "it is not run again by itself: look at what it has done, then run this again", status, sure=False)
+
+
+def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
+    """The state of a container, '' when it is gone, and the status it ended with."""
     import time
 
     form = "{{.State.Status}} {{.State.ExitCode}}"
     for _ in range(5):  # the engine learns of the end of its processes one by one
         gone, out, _ = engine.output("container", "inspect", "--format", form, session.id).result()
-        state, _, code = out.partition(" ")
+        state, _, code = out.strip().partition(" ")
         if gone or state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
-    if gone or state != "exited" or not 0 < int(code) < 128:  # a session that is stopped ends by a signal
-        return
-    _, out, err = engine.output("logs", session.id).result()
-    remove_session(engine, session)
-    last = (out + err).strip().splitlines()[-3:]
-    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
-                       "correct the image or the mounts", 125)
+    return ("", 0) if gone else (state, int(code))
+
+
+def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
+    """Whether a command has left its mark in a container, which need not run; None where that cannot be known."""
+    status, out, _ = engine.output("cp", f"{session.id}:/run/sandbox-began", "-").result(BEGAN_BYTES)
+    _, head, marks = out.partition("\0sandbox\n")  # a tar header ends with NUL, and the file begins with this
+    return None if status or not head else f"{tag}\n" in marks
+
+
+def last_lines(engine: Engine, session: Session) -> list[str]:
+    """The last lines of a container's own log, for a person."""
+    _, out, err = engine.output("logs", "--tail", "3", session.id).result(LOG_TAIL_BYTES)
+    return [printable(line[:300]) for line in (out + err).strip().splitlines()[-3:]]
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"

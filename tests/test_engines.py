@@ -4,6 +4,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, Engine, write_config
+from conftest import IMAGE, IMAGE_VERSION, TOKEN, Engine, write_config
 
-from sandbox import STALE_STATUS
+from sandbox import ENGINE_STATUS
 
 MARK = f"s3cret-{os.getpid()}"
 SECRET = f"{MARK}-first-line\nsecond 'line' \"quoted\" $HOME `id` \\ ünïcode\n"
@@ -115,7 +116,7 @@ def test_ps_shows_a_table_and_names(engine: Engine, project: Path, home: Path, n
 
 
 def test_rm_on_exit_leaves_nothing(engine: Engine, project: Path, name: str) -> None:
-    for status in (3, *STALE_STATUS[engine.runtime].values()):
+    for status in (3, *ENGINE_STATUS):
         answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", f"exit {status}")
         assert answer.returncode == status, answer.stderr
         assert name not in container_names(engine)
@@ -398,6 +399,52 @@ def test_a_command_never_runs_twice(engine: Engine, project: Path, name: str) ->
     assert (project / "log").read_text() == "ran\n" * 3
 
 
+@pytest.mark.parametrize("end", ["stop -t 0", "kill", "rm -f"])
+def test_a_command_that_began_does_not_run_again_when_its_container_ends(
+    engine: Engine, project: Path, name: str, end: str
+) -> None:
+    """The engine's client is a script that ends the container before it says how the command in it has ended."""
+    run = ("run", "-n", name, "-x")
+    folder, real = engine.directory(), shutil.which(engine.runtime)
+    client = folder / engine.runtime
+    client.write_text(f'#!/bin/sh\n{real} "$@"\ns=$?\n[ "$1" != exec ] || {real} {end} {name} >&2\nexit $s\n')
+    client.chmod(0o755)
+    where: dict[str, Any] = {"env": {"PATH": f"{folder}:{engine.environ()['PATH']}"}}
+    for status in ENGINE_STATUS:
+        assert engine.sandbox(*run, "true").returncode == 0
+        answer = engine.sandbox(*run, f"echo ran >>log; exit {status}", **where)
+        assert (answer.returncode, (project / "log").read_text()) == (status, "ran\n"), answer.stderr
+        assert ("whether the command began is not known" in answer.stderr) is (end == "rm -f")
+        (project / "log").unlink()
+
+
+@pytest.mark.parametrize("end", ["stop -t 0", "kill"])
+def test_a_command_that_did_not_begin_runs_when_its_container_is_started(
+    engine: Engine, project: Path, name: str, end: str
+) -> None:
+    run = ("run", "-n", name, "-x", "echo ran")
+    for _ in range(2):
+        assert engine.sandbox(*run).stdout == engine.sandbox(*run).stdout == "ran\n"
+        engine.run(*end.split(), name)
+
+
+def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine, project: Path, name: str) -> None:
+    run = ("run", "-n", name, "-x", "echo ran")
+    assert engine.sandbox(*run).stdout == "ran\n"
+    engine.run("rm", "-f", name)
+    answer = engine.sandbox(*run)
+    assert (answer.returncode in ENGINE_STATUS, answer.stdout) == (True, "") and "is gone, and whether" in answer.stderr
+    assert engine.sandbox(*run).stdout == "ran\n"
+
+
+def test_what_erases_the_mark_is_not_run_again(engine: Engine, project: Path, name: str) -> None:
+    assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0
+    for erase in ("rm /run/sandbox-began", ": >/run/sandbox-began", "yes >/run/sandbox-began & sleep 0.5"):
+        ended = engine.sandbox("run", "-n", name, "-x", f"echo ran >>log; {erase}; kill -9 -1; exit 1")
+        assert (project / "log").read_text() == "ran\n", (erase, ended.stderr)
+        (project / "log").unlink()
+
+
 def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, project: Path, name: str) -> None:
     for folder in ("data", "victim"):
         (project / folder).mkdir()
@@ -409,11 +456,51 @@ def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, proje
     assert not (project / "victim" / "reached").exists()
 
 
-def test_a_container_that_ends_at_once_says_why_and_goes(engine: Engine, project: Path, name: str) -> None:
+def test_a_container_that_ends_at_once_says_why(engine: Engine, project: Path, name: str) -> None:
     (project / "file").touch()
-    answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/bin/sleep", "-x", "echo ran")
-    assert answer.returncode == 125 and "ended as soon as it was started" in answer.stderr
-    assert name not in container_names(engine)
+    for _ in range(2):
+        answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/bin/sleep", "-x", "echo ran")
+        assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
+        assert "ended as soon as it was started" in answer.stderr and f"sandbox rm {name}" in answer.stderr
+    assert engine.sandbox("rm", name).returncode == 0 and name not in container_names(engine)
+
+
+# The shell of an image whose containers end with status 3 when there is a file /tmp/end.
+ENDS_WITH_3 = """rm /bin/sh; cat >/bin/sh <<'END'
+#!/bin/busybox sh
+case $2 in *'exec sleep infinity'*) ;; *) exec /bin/busybox sh "$@" ;; esac
+init=${2%exec sleep infinity*}
+shift 2
+/bin/busybox sh -c "$init" "$@"
+until [ -e /tmp/end ]; do sleep 0.05; done
+exit 3
+END
+chmod 755 /bin/sh
+"""
+
+
+@pytest.fixture(scope="module")
+def ending_image(engine: Engine) -> Iterator[str]:
+    image, made = f"localhost/{TOKEN}-ending", f"{TOKEN}-ending"
+    assert engine.run("run", "--name", made, IMAGE, "sh", "-c", ENDS_WITH_3).returncode == 0
+    assert engine.run("commit", made, f"{image}:{IMAGE_VERSION}").returncode == 0
+    engine.run("rm", made)
+    yield image
+    engine.run("rmi", f"{image}:{IMAGE_VERSION}")
+
+
+@pytest.mark.parametrize("lie", ["", "echo sandbox >/run/sandbox-began; ", "rm /run/sandbox-began; "])
+def test_a_container_that_lies_about_its_start_is_kept(
+    engine: Engine, project: Path, ending_image: str, name: str, lie: str
+) -> None:
+    noise = r"head -c 30000000 /dev/zero | tr '\0' x >/proc/1/fd/1; printf '\033]0;owned\007\n' >/proc/1/fd/1; "
+    command = f"echo kept >/tmp/state; {lie}{noise}touch /tmp/end; sleep 60"
+    answer = engine.sandbox("run", "-n", name, "--in", ending_image, "-x", command, timeout=50)
+    assert answer.returncode == (125 if lie else 137), answer.stderr
+    assert "\033" not in answer.stderr and len(answer.stderr) < 3000
+    assert engine.run("cp", f"{name}:/tmp/state", f"{project}/state").returncode == 0
+    log = engine.run("logs", name)
+    assert "owned" in log.stdout and len(log.stdout) < 2_000_000
 
 
 # --- Network and ports ---

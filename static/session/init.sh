@@ -2,6 +2,8 @@
 # What is mounted into the home is the host's: it is neither filled nor given to anybody.
 mkdir -p "$HOME" /run
 rm -f /run/sandbox-ready
+# Every command notes here that it began; the notes of an earlier start stay.
+[ -e /run/sandbox-began ] || { echo sandbox >/run/sandbox-began; chmod 666 /run/sandbox-began; }
 grep -q "^[^:]*:[^:]*:$1:" /etc/passwd ||
   echo "agent:*:$1:$2::$HOME:$(command -v bash || echo /bin/sh)" >>/etc/passwd
 grep -q "^[^:]*:[^:]*:$2:" /etc/group || echo "agent:x:$2:" >>/etc/group
