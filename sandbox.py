@@ -44,9 +44,13 @@ MASK = "<masked>"
 CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 
 # Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. The
-# environment arrives as a script in one variable: whole lines, any name, nothing in an argv. The last
-# thing that it does is to note that the command begins: has_begun() looks for that. Where the disk is
-# full the notes are emptied, after which nobody can say that a command has not begun.
+# environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
+# The first command after a start of the container starts the autostart script: a client that is killed
+# loses nothing. Whose it is, is decided by a directory that is named after the time at which the container
+# started. The script is detached by two setsid, of which the second leads a group and therefore forks:
+# `&` would make it ignore SIGINT. In a job that is the script itself SANDBOX_AUTOSTART is `job`.
+# The last thing is to note that the command begins: has_begun() looks for that. Where the disk is full
+# the notes are emptied, after which nobody can say that a command has not begun.
 EXEC_SCRIPT = """\
 n=0
 until [ -e /run/sandbox-ready ]; do
@@ -55,13 +59,24 @@ until [ -e /run/sandbox-ready ]; do
 done
 [ "$1" = 0 ] || stty rows "$1" cols "$2" 2>/dev/null
 shift 2
+read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ SANDBOX_START _ </proc/1/stat
+SANDBOX_START=/dev/shm/sandbox-start-$SANDBOX_START SANDBOX_SETSID=
+[ -d "$SANDBOX_START" ] || ! mkdir "$SANDBOX_START" 2>/dev/null ||
+  SANDBOX_SETSID=$(command -v setsid || echo setsid)
 eval "$SANDBOX_ENV"
-unset SANDBOX_ENV
+SANDBOX_SCRIPT=$SANDBOX_AUTOSTART
+unset SANDBOX_ENV SANDBOX_AUTOSTART
 [ -z "$SANDBOX_PROXY" ] || {
   export HTTP_PROXY="$SANDBOX_PROXY" HTTPS_PROXY="$SANDBOX_PROXY" NO_PROXY=localhost,127.0.0.1,::1 NODE_USE_ENV_PROXY=1
   export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
   export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
 }
+if [ "$SANDBOX_SCRIPT" = job ]; then
+  [ "$SANDBOX_SETSID" ] || { echo 'another command has started it: see /tmp/autostart.log'; exit 0; }
+elif [ "$SANDBOX_SETSID" ] && [ "$SANDBOX_SCRIPT" ]; then
+  SANDBOX_EXEC=autostart "$SANDBOX_SETSID" "$SANDBOX_SETSID" sh -c "$SANDBOX_SCRIPT" \
+    </dev/null >/tmp/autostart.log 2>&1
+fi
 { echo "$SANDBOX_EXEC" >>/run/sandbox-began || true >/run/sandbox-began; } 2>/dev/null
 exec "$@\""""
 
@@ -218,7 +233,7 @@ def check_env_name(name: str) -> None:
     """Raise ValueError unless a shell could export the name."""
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"{name!r} is not a name of a variable: letters, digits and _ only")
-    if name in ("SANDBOX_ENV", "SANDBOX_EXEC"):
+    if name in ("SANDBOX_ENV", "SANDBOX_EXEC", "SANDBOX_AUTOSTART"):
         raise ValueError(f"{name} is reserved")
 
 
@@ -1438,7 +1453,7 @@ class Request:
             if not args.allow_engine_socket:
                 check_mounts(self.spec)
             check_spec(self.spec)
-        self.env = exec_env(self.config)
+        self.env = exec_env(self.config, self.spec["workdir"])
 
     def adopt(self, session: Session, data: Mapping[str, Any]) -> None:
         """Take profile, flags and directory from an existing session, and say in what it differs."""
@@ -1502,13 +1517,15 @@ def generated_name(directory: str) -> str:
     return f"{stem[:30] or 'sandbox'}-{random_id()}"
 
 
-def exec_env(config: Config) -> dict[str, str]:
-    """The variables of a command, without those of its terminal."""
+def exec_env(config: Config, workdir: str) -> dict[str, str]:
+    """The variables of a command, without those of its terminal; `workdir` is the session's."""
     env = {"HOME": CONTAINER_HOME}
     for agent in AGENTS.values():
         env.update(agent.env)
     env.update(OPENCODE_YOLO if config.get("yolo") == "opencode" else {})
     env.update((name, value) for name, (value, _) in config.env().items())
+    if script := config.get("autostart"):
+        env["SANDBOX_AUTOSTART"] = f"cd {quote_all([workdir])}\n{script}"
     return env
 
 
@@ -1878,9 +1895,6 @@ def open_session(request: Request) -> tuple[Engine, Session, bool]:
         forget_files(session.name)  # an earlier session's
         fresh = True
     request.fresh = fresh
-    autostart = autostart_argv(engine, session, request) if fresh else []
-    if autostart and call(autostart, {**os.environ, "SANDBOX_ENV": env_script(request.env)}):
-        say("the autostart script could not be started")
     return engine, session, not request.session
 
 
@@ -1897,16 +1911,6 @@ def put_rules(engine: Engine, session: Session, request: Request, start: bool) -
         if isinstance(request.flags.values.get("network"), dict):
             write_settings(session.name, read_settings(session.name) | {"network": network})
     return True
-
-
-def autostart_argv(engine: Engine, session: Session, request: Request) -> list[str]:
-    """The engine call that starts the autostart script and does not wait for it; [] where there is none."""
-    script = request.config.get("autostart")
-    if not script:
-        return []
-    command = ["sh", "-c", f"{{ {script}\n}} >/tmp/autostart.log 2>&1"]
-    argv = exec_argv(engine, session, request.spec["workdir"], random_id(), command)
-    return [*argv[:2], "-d", *argv[2:]]
 
 
 def cmd_run(args: argparse.Namespace) -> int:
@@ -2399,9 +2403,6 @@ def show_command(args: argparse.Namespace) -> int:
     env = (terminal_env() if terminal else {}) | request.env
     masked = [name for name, value in env.items() if is_secret(name, value)] if not args.reveal else []
     script = quote_all([env_script({name: MASK if name in masked else value for name, value in env.items()})])
-    fresh = not request.session or session.state != "running"
-    if fresh and (autostart := autostart_argv(engine, session, request)):
-        lines.append(f"SANDBOX_ENV={script} {quote_all(autostart)}")
     lines.append(f"SANDBOX_ENV={script} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")

@@ -1077,7 +1077,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
         config = session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
-            sandbox.env_script(sandbox.exec_env(config))
+            sandbox.env_script(sandbox.exec_env(config, workdir(session)))
         write_settings(session.name, settings)
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
@@ -1192,7 +1192,7 @@ def iso(seconds: float) -> str:
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session under a supervisor of its own; the job as clients see it."""
-    env = sandbox.exec_env(session_config(session)) | dict(extra_env or {})
+    env = sandbox.exec_env(session_config(session), workdir(session)) | dict(extra_env or {})
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1226,10 +1226,13 @@ def own_argv() -> list[str]:
 
 
 def autostart(engine: Engine, session: Session) -> None:
-    """Start the session's autostart script as a job. Raises WebError when the container runs without it."""
+    """Start the session's autostart script as a job. Raises WebError when the container runs without it.
+
+    Where this is not reached, the session's next command starts it: see sandbox.EXEC_SCRIPT.
+    """
     try:
         if script := session_config(session).get("autostart"):
-            start_job(engine, session, "autostart", script, {})
+            start_job(engine, session, "autostart", script, {}, {"SANDBOX_AUTOSTART": "job"})
     except (WebError, SandboxError, OSError) as error:
         cause = as_web_error(error)
         raise WebError(cause.code, f"{session.name} was started, but not its autostart script: {cause.message}",
@@ -1642,7 +1645,8 @@ class Terminal:
         import tty
 
         config = session_config(self.session)
-        env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | sandbox.exec_env(config)
+        env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        env |= sandbox.exec_env(config, workdir(self.session))
         command = sandbox.SHELL
         if self.run == "agent":
             command = sandbox.AGENTS[self.session.agent].yolo

@@ -391,6 +391,55 @@ def test_autostart_runs_when_the_container_starts(engine: Engine, project: Path,
     wait_for(lambda: (project / "started").read_text() == "hello\nhello\n")
 
 
+def test_autostart_is_not_lost_with_a_client_that_is_killed(
+    engine: Engine, project: Path, home: Path, name: str
+) -> None:
+    """The client dies at some moment from the start of the container on; the next run makes up for what is missing."""
+    write_config(home, autostart="echo started >> started")
+    for number in range(8):
+        session = f"{name}-{number}"
+        with engine.popen("run", "-n", session, "-x", "sleep 60") as killed:
+            wait_for(lambda: session in engine.run("ps", "--format", "{{.Names}}").stdout.split())  # noqa: B023
+            time.sleep(0.02 * number)
+            killed.send_signal(signal.SIGKILL)
+        for _ in range(2):
+            assert engine.sandbox("run", "-n", session, "-x", "true").returncode == 0
+        wait_for((project / "started").exists)
+        engine.run("restart", "-t", "0", session)
+        assert engine.sandbox("run", "-n", session, "-x", "true").returncode == 0
+        wait_for(lambda: (project / "started").read_text() == "started\n" * 2)
+        (project / "started").unlink()
+
+
+def test_commands_that_begin_at_once_start_autostart_once(
+    engine: Engine, project: Path, home: Path, name: str
+) -> None:
+    engine.sandbox("run", "-n", name, "-x", "true")
+    write_config(home, autostart="echo started >> started")
+    engine.run("restart", "-t", "0", name)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(engine.sandbox, "run", "-n", name, "-x", "sleep 1; cat started") for _ in range(4)]
+        assert [run.result().stdout for run in runs] == ["started\n"] * 4
+
+
+def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Path, home: Path, name: str) -> None:
+    """Neither a signal to that run nor its terminal ends the script, and it begins where the session works."""
+    (project / "sub").mkdir()
+    write_config(home, autostart="pwd; trap 'echo interrupted >interrupted' INT; while :; do sleep 0.1; done")
+    run = ("run", "-n", name)
+    with engine.pty(*run, "--hp", str(project), "-x", "echo here; sleep 60", cwd=project / "sub") as terminal:
+        terminal.expect("here")
+        terminal.send("\x03")
+        terminal.expect("Keep it?")
+        terminal.send("\n")
+        assert terminal.wait() == 130
+    assert engine.sandbox("run", "-n", name, "-x", "cat /tmp/autostart.log").stdout == f"{project}\n"
+    assert not (project / "interrupted").exists()
+    interrupt = "for f in /proc/[0-9]*/cmdline; do grep -q 'interrupte[d]' $f && kill -INT ${f//[^0-9]/}; done"
+    engine.sandbox("run", "-n", name, "-x", interrupt)
+    wait_for((project / "interrupted").exists)
+
+
 def test_a_command_never_runs_twice(engine: Engine, project: Path, name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
     for status in (1, 125, 255):
