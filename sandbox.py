@@ -35,6 +35,8 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 PIDS_LIMIT = 4096
 STARTUP_SECONDS = 30
+CALL_SECONDS = 20  # for an answer of the engine
+LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
 RESIZE_AGAIN_SECONDS = 0.5
 ENVIRONMENT_BYTES = 128 * 1024 - 16  # the kernel's limit for one string of an environment
 MINIMUM_VERSION = {"docker": (20, 10), "podman": (4, 0)}
@@ -664,12 +666,22 @@ def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int 
 
 
 class Output:
-    """A process whose output is collected: start it, do something else, then ask for the result."""
+    """A process whose output is collected: start it, do something else, then ask for the result.
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    One that is to answer soon leads a group of its own, which is killed with it, unless there is a terminal
+    on which it could ask for a passphrase.
+    """
+
+    def __init__(self, argv: Sequence[str], seconds: float | None = CALL_SECONDS) -> None:
+        """`seconds` from now it must have ended; None for no limit."""
+        import time
+
+        self.argv, self.seconds = argv, seconds
+        self.deadline = None if seconds is None else time.monotonic() + seconds
+        self.leads = seconds is not None and seconds < LONG_SECONDS and not os.isatty(0)
         null, (self.out, out), (self.err, err) = os.open(os.devnull, os.O_RDONLY), os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, fds={0: null, 1: out, 2: err})
+            self.pid = spawn(argv, fds={0: null, 1: out, 2: err}, own_group=self.leads)
         except OSError:
             self.close(self.out, self.err)
             raise
@@ -684,32 +696,73 @@ class Output:
     def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
         """Exit status, standard output, standard error.
 
-        With a limit a process that prints more is killed there.
+        With a limit a process that prints more is killed there. Raises EngineProblem after the deadline.
         """
+        chunks: dict[int, list[bytes]] = {self.out: [], self.err: []}
+        try:
+            self.collect(chunks, limit_bytes)
+            status = self.wait()
+        except BaseException as error:
+            self.end(9 if isinstance(error, EngineProblem) else 15)
+            raise
+        finally:
+            self.close(*chunks)
+        out, err = (b"".join(parts).decode(errors="replace") for parts in chunks.values())
+        return status, out, err
+
+    def collect(self, chunks: dict[int, list[bytes]], limit_bytes: int) -> None:
+        """Read until both streams end or the limit is passed, where the process is killed."""
         import select
 
-        chunks: dict[int, list[bytes]] = {self.out: [], self.err: []}
         poller, left = select.poll(), len(chunks)
         for fd in chunks:
             poller.register(fd, select.POLLIN)
-        try:
-            while left:
-                for fd, _ in poller.poll():
-                    data = os.read(fd, 65536)
-                    chunks[fd].append(data)
-                    if not data:
-                        poller.unregister(fd)
-                        left -= 1
-                if limit_bytes and sum(len(data) for parts in chunks.values() for data in parts) > limit_bytes:
-                    os.kill(self.pid, 9)
-                    break
-        except BaseException:
-            os.kill(self.pid, 15)
-            status_of(self.pid)
-            raise
-        self.close(*chunks)
-        out, err = (b"".join(parts).decode(errors="replace") for parts in chunks.values())
-        return status_of(self.pid), out, err
+        while left:
+            for fd, _ in poller.poll(self.left_ms()):
+                data = os.read(fd, 65536)
+                chunks[fd].append(data)
+                if not data:
+                    poller.unregister(fd)
+                    left -= 1
+            if limit_bytes and sum(len(data) for parts in chunks.values() for data in parts) > limit_bytes:
+                self.kill(9)
+                return
+
+    def wait(self) -> int:
+        """The exit status of a process that has closed its streams, which most do by ending."""
+        import time
+
+        pause_seconds = 0.0001
+        while self.deadline is not None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                return 128 - code if code < 0 else code
+            self.left_ms()
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 0.05)
+        return status_of(self.pid)
+
+    def left_ms(self) -> float | None:
+        """Milliseconds up to the deadline. Raises EngineProblem when it has passed."""
+        import time
+
+        if self.deadline is None:
+            return None
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            words = printable(quote_all(self.argv[:4]))[:200]
+            raise EngineProblem("daemon", f"{words} … did not answer within {self.seconds:g} seconds",
+                                Remedy([], note=f"see why {self.argv[0]} hangs, then try again"))
+        return left * 1000
+
+    def end(self, number: int) -> None:
+        self.kill(number)
+        status_of(self.pid)
+
+    def kill(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            (os.killpg if self.leads else os.kill)(self.pid, number)
 
 
 # --- Engines ---
@@ -722,12 +775,12 @@ class Engine:
         self.name, self.version = name, ""
         self.asked: Output | None = None
 
-    def output(self, *args: str) -> Output:
-        return Output([self.name, *args])
+    def output(self, *args: str, seconds: float | None = CALL_SECONDS) -> Output:
+        return Output([self.name, *args], seconds)
 
-    def ask(self, *args: str) -> str:
+    def ask(self, *args: str, seconds: float = CALL_SECONDS) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = self.output(*args).result()
+        status, out, err = self.output(*args, seconds=seconds).result()
         if status:
             raise failure(self.name, err)
         return out
@@ -924,6 +977,12 @@ def first_answer(engines: Sequence[Engine], start: Callable[[Engine], Output]) -
         try:
             status, out, err = start(engine).result()
         except FileNotFoundError:
+            continue
+        except EngineProblem as error:  # it does not answer, nor will it what it was asked ahead
+            asked, engine.asked = engine.asked, None
+            if asked:
+                asked.end(9)
+            met = met or error
             continue
         if out.startswith("!"):  # docker info gives its daemon's failure as data, and some versions end with 0
             status, err = 1, out[1:]
@@ -1225,12 +1284,13 @@ class Created(Output):
     """A container that is being created: of two that share a new volume podman lets one fail, which tries again."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        super().__init__(argv)
-        self.argv = argv
+        super().__init__(argv, LONG_SECONDS)
 
     def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
         status, out, err = super().result(limit_bytes)
-        return Output(self.argv).result() if status and "volume already exists" in err else (status, out, err)
+        if status and "volume already exists" in err:
+            return Output(self.argv, LONG_SECONDS).result()
+        return status, out, err
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer) -> tuple[Engine, Session]:
@@ -1285,7 +1345,7 @@ def remove_leftover(engine: Engine, session: Session) -> None:
     """Remove the containers of a failed creation, and no other that has the name."""
     status, out, _ = engine.output(*INSPECT, session.name).result()
     if not status and f'"sandbox.session":"{session.labels["sandbox.session"]}"' in out:
-        engine.output("rm", "-f", "-v", session.name).result()
+        engine.output("rm", "-f", "-v", session.name, seconds=LONG_SECONDS).result()
     remove_proxy(engine, session)
 
 
@@ -1300,9 +1360,9 @@ def started(engine: Engine, session: Session) -> Session:
             raise SandboxError(f"a mount of {session.name} now leads through a link to another place",
                                f"look at its mounted paths, then: sandbox rm {session.name}", 125)
         if session.proxy:  # anew, for what has run here may have left it stuck; its rules before anything runs
-            engine.output(*restart_argv(session)).result()
+            engine.output(*restart_argv(session), seconds=LONG_SECONDS).result()
             set_rules(engine, session, network_of(session, session_config(session)))
-        engine.ask("start", session.name)
+        engine.ask("start", session.name, seconds=LONG_SECONDS)
         session.state = "running"
     return session
 
@@ -1310,10 +1370,10 @@ def started(engine: Engine, session: Session) -> Session:
 def stopped(engine: Engine, session: Session) -> Session:
     """The session, with nothing running in it."""
     if session.state == "running":
-        engine.ask("stop", "-t", "5", session.name)
+        engine.ask("stop", "-t", "5", session.name, seconds=LONG_SECONDS)
         session.state = "exited"
         if session.proxy:
-            engine.output("stop", "-t", "5", session.proxy).result()
+            engine.output("stop", "-t", "5", session.proxy, seconds=LONG_SECONDS).result()
     return session
 
 
@@ -1397,9 +1457,10 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
 
 def start_proxy(engine: Engine, session: Session) -> None:
     """Start the proxy of a session, or make it again when somebody has removed it. Raises SandboxError."""
-    status, _, err = engine.output("start", session.proxy).result()
+    status, _, err = engine.output("start", session.proxy, seconds=LONG_SECONDS).result()
     if status and "no such container" in err.lower():
-        status, _, err = Output(proxy_argv(engine, session, session.created()[0])).result()
+        argv = proxy_argv(engine, session, session.created()[0])
+        status, _, err = Output(argv, LONG_SECONDS).result()
     if status:
         raise failure(engine.name, err)
 
@@ -1407,7 +1468,7 @@ def start_proxy(engine: Engine, session: Session) -> None:
 def remove_proxy(engine: Engine, session: Session) -> None:
     """Remove the proxy of a session and the volume they shared, as far as they are there."""
     if session.proxy:
-        engine.output("rm", "-f", "-v", session.proxy).result()
+        engine.output("rm", "-f", "-v", session.proxy, seconds=LONG_SECONDS).result()
         engine.output("volume", "rm", session.volume).result()
 
 
@@ -1569,10 +1630,12 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
             session.id or session.name, "sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns), *command]
 
 
-def signal_argv(engine: Engine, session: Session, tag: str, signal_name: str, grace_seconds: int) -> list[str]:
-    """The engine call that signals everything a tagged exec has started; see static/session/signal.sh."""
-    return [engine.name, "exec", "--user", session.user, session.id or session.name,
-            "sh", "-c", asset("session/signal.sh").decode(), "sandbox", signal_name, tag, str(grace_seconds)]
+def signal_tagged(engine: Engine, session: Session, tag: str, name: str, grace_seconds: int) -> None:
+    """Signal everything that a tagged exec has started, as far as the engine answers; see static/session/signal.sh."""
+    argv = [engine.name, "exec", "--user", session.user, session.id or session.name,
+            "sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag, str(grace_seconds)]
+    with suppress(EngineProblem):
+        Output(argv, CALL_SECONDS + grace_seconds).result()
 
 
 def on_terminal() -> bool:
@@ -1599,7 +1662,7 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
 
     def pass_on(number: int, _frame: object) -> None:
         name = signal.Signals(number).name.removeprefix("SIG")
-        Output(signal_argv(engine, session, tag, name, 0 if name == "INT" else 5)).result()
+        signal_tagged(engine, session, tag, name, 0 if name == "INT" else 5)
 
     def resize_again(number: int, _frame: object) -> None:
         if number == signal.SIGWINCH:
@@ -1859,7 +1922,7 @@ def base_image(engine: Engine, mirror: Sequence[str]) -> str:
         if engine.output("image", "inspect", name).result()[0] == 0:
             return name
     say(f"fetching the base image {BASE_IMAGE}")
-    status, _, err = engine.output("pull", "-q", BASE_IMAGE).result()
+    status, _, err = engine.output("pull", "-q", BASE_IMAGE, seconds=None).result()
     if status == 0:
         return BASE_IMAGE
     say(f"no registry gives it ({err.strip().splitlines()[-1] if err.strip() else status}): making it with debootstrap")
@@ -2063,7 +2126,8 @@ def remove_session(engine: Engine, session: Session) -> None:
 
 
 def remove_container(engine: Engine, session: Session) -> None:
-    status, _, err = engine.output("rm", "-f", "-v", session.id or session.name).result()
+    name = session.id or session.name
+    status, _, err = engine.output("rm", "-f", "-v", name, seconds=LONG_SECONDS).result()
     if status and "no such container" not in err.lower():
         raise failure(engine.name, err)
     remove_proxy(engine, session)
@@ -2285,7 +2349,8 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def check_host(engine: Engine, session: Session, host: str) -> int:
     """Print the proxy's decision about a host; 0 when it is allowed."""
-    status, out, err = engine.output("exec", session.proxy, *PROXY_PROGRAM, "check", host).result()
+    argv = ["exec", session.proxy, *PROXY_PROGRAM, "check", host]
+    status, out, err = engine.output(*argv, seconds=LONG_SECONDS).result()
     if not out:
         raise failure(engine.name, err)
     print(out, end="")
@@ -2331,7 +2396,7 @@ def prune_engine(engine: Engine, dry_run: bool) -> None:
     for kind, name in left:
         print(name)
         if not dry_run:
-            engine.output(*kind, name).result()
+            engine.output(*kind, name, seconds=LONG_SECONDS).result()
 
 
 def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
@@ -2488,7 +2553,8 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
         return [Check("image", "fail", error.message, error.remedy)]
     each = '; do printf "%s " $a; { $a --version 2>/dev/null || echo missing; } | head -n 1; done'
     _, out, err = engine.output("run", "--rm", "--pull", "never", "--network", "none", "--entrypoint", "sh",
-                                config.image, "-c", f"for a in {' '.join(AGENTS)}{each}").result()
+                                config.image, "-c", f"for a in {' '.join(AGENTS)}{each}",
+                                seconds=LONG_SECONDS).result()
     if not out:
         return [Check("image", "ok", config.image), Check("agents", "fail", failure(engine.name, err).message)]
     versions = out.split("\n")[:-1]

@@ -120,6 +120,10 @@ class WebError(Exception):
         super().__init__(message)
         self.code, self.message, self.hint, self.headers = code, message, hint, headers or {}
 
+    def again(self) -> WebError:
+        """The same for another client: an exception holds the frames that raised it."""
+        return WebError(self.code, self.message, self.hint, self.headers)
+
 
 class Malformed(WebError):
     """A request that cannot be read further: the connection is closed after the answer."""
@@ -847,16 +851,24 @@ class Sessions:
         self.changes = 0
         self.rows: list[dict[str, str]] = []
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
+        self.failed: tuple[float, WebError] | None = None  # when the last call failed, and how
 
     def changed(self) -> None:
         self.changes += 1
 
     def list(self) -> list[dict[str, str]]:
+        asked = time.monotonic()
         with self.lock:
+            if self.failed and self.failed[0] > asked:  # while this one waited: it would fail, too
+                raise self.failed[1].again()
             changes, when = self.known
             if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
                 changes = self.changes
-                self.rows = sandbox.list_sessions(sandbox.candidates(base_config()))
+                try:
+                    self.rows = sandbox.list_sessions(sandbox.candidates(base_config()))
+                except SandboxError as error:
+                    self.failed = (time.monotonic(), as_web_error(error))
+                    raise
                 self.known = (changes, time.monotonic())
             return self.rows
 
@@ -1523,11 +1535,11 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
 def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool) -> None:
     """Interrupt and see whether the job ends; where it does not, or was asked a second time, terminate and kill."""
     if gently:
-        sandbox.Output(sandbox.signal_argv(engine, session, tag, "INT", 0)).result()
+        sandbox.signal_tagged(engine, session, tag, "INT", 0)
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and is_locked(f"{folder}/lock"):
             time.sleep(0.05)
-    sandbox.Output(sandbox.signal_argv(engine, session, tag, "TERM", 3)).result()
+    sandbox.signal_tagged(engine, session, tag, "TERM", 3)
 
 
 # --- Terminals ---
@@ -1690,7 +1702,7 @@ class Terminal:
         """End everything that was started in this terminal, inside the container."""
         self.closing = True
         if not self.ended:
-            sandbox.Output(sandbox.signal_argv(self.engine, self.session, self.tag, "HUP", 2)).result()
+            sandbox.signal_tagged(self.engine, self.session, self.tag, "HUP", 2)
             if not self.ended:
                 with suppress(OSError):
                     os.kill(self.pid, signal.SIGHUP)
@@ -1988,7 +2000,7 @@ class Terminals:
         for row in rows:
             with suppress(WebError, SandboxError, OSError, KeyError, TypeError):
                 engine, session = find_running(row["session"])
-                sandbox.Output(sandbox.signal_argv(engine, session, row["tag"], "HUP", 2)).result()
+                sandbox.signal_tagged(engine, session, row["tag"], "HUP", 2)
         self.changed()
 
     def close_all(self, session: str = "") -> None:
@@ -2312,7 +2324,7 @@ def fetch_libraries() -> None:
     """In a checkout, bring what the pages load from npm up to date; a wheel and a zipapp have it in them."""
     build = os.path.join(os.path.dirname(os.path.abspath(sandbox.__file__)), "static", "build.py")
     if os.path.isfile(build):
-        status, _, err = sandbox.Output([sys.executable, build, "--libraries"]).result()
+        status, _, err = sandbox.Output([sys.executable, build, "--libraries"], None).result()
         if status:
             sandbox.say(f"{err.strip()}\nwarning: the terminal and Markdown in the web pages are missing until then")
 

@@ -1,12 +1,15 @@
 """Sessions on real engines: each test runs on docker, rootful podman and rootless podman."""
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -572,6 +575,71 @@ def test_a_published_port_listens_on_loopback_only(engine: Engine, project: Path
     taken = engine.sandbox("run", "-n", name + "2", "-p", "18734:80", "-x", "true")
     assert taken.returncode == 125 and "choose another host port" in taken.stderr
     assert name + "2" not in container_names(engine)
+
+
+# --- An engine that hangs ---
+
+
+class SilentEngine:
+    """A Unix socket on which somebody listens and nobody answers; the engine's client is led to it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.path = str(engine.directory() / "silent.sock")
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(self.path)
+        os.chmod(self.path, 0o777)
+        self.server.listen(100)
+        self.env = {{"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}[engine.runtime]: f"unix://{self.path}"}
+        self.connections: list[socket.socket] = []
+        self.thread = threading.Thread(target=self.accept, daemon=True)
+        self.thread.start()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.connections.append(self.server.accept()[0])
+
+    def clients(self, program: str) -> list[str]:
+        """The processes of this name that are led to the socket."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (process / "comm").read_text().strip() == program:
+                    found += [process.name] if self.path.encode() in (process / "environ").read_bytes() else []
+        return found
+
+    def __enter__(self) -> "SilentEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown(socket.SHUT_RDWR)
+        self.server.close()
+        self.thread.join()
+        for connection in self.connections:
+            connection.close()
+
+
+def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, name: str) -> None:
+    commands = (["ps"], ["rm", name], ["run", "-n", name, "-x", "true"], ["doctor"])
+    with SilentEngine(engine) as silent, concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(engine.sandbox, *command, env=silent.env) for command in commands]
+        for command, answer in zip(commands, [run.result() for run in runs], strict=True):
+            assert answer.returncode == (125 if command[0] == "run" else 1), answer
+            assert f"{engine.runtime} " in answer.stdout + answer.stderr
+            assert "did not answer within 20 seconds" in answer.stdout + answer.stderr
+        assert silent.connections and not silent.clients(engine.runtime)
+
+
+def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name: str) -> None:
+    folder = engine.directory()
+    client = folder / engine.runtime
+    client.write_text(f"#!/bin/sh\necho $$ >>{folder}/pids\nsleep 1000 & echo $! >>{folder}/pids\nkill -STOP $$\n")
+    client.chmod(0o755)
+    answer = engine.sandbox("ps", env={"PATH": f"{folder}:{engine.environ()['PATH']}"})
+    assert answer.returncode == 1 and "did not answer within 20 seconds" in answer.stderr
+    left = [Path("/proc", pid, "stat") for pid in (folder / "pids").read_text().split()]
+    assert len(left) == 2
+    wait_for(lambda: all(not stat.exists() or ") Z " in stat.read_text() for stat in left))
 
 
 # --- Bad input leaves nothing ---
