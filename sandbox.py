@@ -1448,7 +1448,9 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     """A line for each of the hosts that were refused to a session since a time, the first five; programs hide them."""
     if not session.proxy:
         return []
-    _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
+    out = ""
+    with suppress(EngineProblem):  # which is no reason to lose the status of what has run
+        _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
     entries = filter(None, map(decision_of, out.splitlines()))
     denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries if e["verdict"] == "deny")
     return [f"{session.name} was refused {host} port {port}: {reason}; see: sandbox net log {session.name}"
@@ -2070,7 +2072,9 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
 
     form = "{{.State.Status}} {{.State.ExitCode}}"
     for _ in range(5):  # the engine learns of the end of its processes one by one
-        gone, out, _ = engine.output("container", "inspect", "--format", form, session.id).result()
+        gone, out, err = engine.output("container", "inspect", "--format", form, session.id).result()
+        if gone and "no such" not in err.lower():
+            raise failure(engine.name, err)
         state, _, code = out.strip().partition(" ")
         if gone or state == "exited" or (state == "running" and status != KILLED):
             break
