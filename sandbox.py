@@ -35,6 +35,8 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 PIDS_LIMIT = 4096
 STARTUP_SECONDS = 30
+CALL_SECONDS = 20  # for an answer of the engine
+LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
 RESIZE_AGAIN_SECONDS = 0.5
 ENVIRONMENT_BYTES = 128 * 1024 - 16  # the kernel's limit for one string of an environment
 MINIMUM_VERSION = {"docker": (20, 10), "podman": (4, 0)}
@@ -45,6 +47,12 @@ CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGI
 
 # Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. The
 # environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
+# The first command after a start of the container starts the autostart script: a client that is killed
+# loses nothing. Whose it is, is decided by a directory that is named after the time at which the container
+# started. The script is detached by two setsid, of which the second leads a group and therefore forks:
+# `&` would make it ignore SIGINT. In a job that is the script itself SANDBOX_AUTOSTART is `job`.
+# The last thing is to note that the command begins: has_begun() looks for that. Where the disk is full
+# the notes are emptied, after which nobody can say that a command has not begun.
 EXEC_SCRIPT = """\
 n=0
 until [ -e /run/sandbox-ready ]; do
@@ -53,13 +61,25 @@ until [ -e /run/sandbox-ready ]; do
 done
 [ "$1" = 0 ] || stty rows "$1" cols "$2" 2>/dev/null
 shift 2
+read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ SANDBOX_START _ </proc/1/stat
+SANDBOX_START=/dev/shm/sandbox-start-$SANDBOX_START SANDBOX_SETSID=
+[ -d "$SANDBOX_START" ] || ! mkdir "$SANDBOX_START" 2>/dev/null ||
+  SANDBOX_SETSID=$(command -v setsid || echo setsid)
 eval "$SANDBOX_ENV"
-unset SANDBOX_ENV
+SANDBOX_SCRIPT=$SANDBOX_AUTOSTART
+unset SANDBOX_ENV SANDBOX_AUTOSTART
 [ -z "$SANDBOX_PROXY" ] || {
   export HTTP_PROXY="$SANDBOX_PROXY" HTTPS_PROXY="$SANDBOX_PROXY" NO_PROXY=localhost,127.0.0.1,::1 NODE_USE_ENV_PROXY=1
   export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
   export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
 }
+if [ "$SANDBOX_SCRIPT" = job ]; then
+  [ "$SANDBOX_SETSID" ] || { echo 'another command has started it: see /tmp/autostart.log'; exit 0; }
+elif [ "$SANDBOX_SETSID" ] && [ "$SANDBOX_SCRIPT" ]; then
+  SANDBOX_EXEC=autostart "$SANDBOX_SETSID" "$SANDBOX_SETSID" sh -c "$SANDBOX_SCRIPT" \
+    </dev/null >/tmp/autostart.log 2>&1
+fi
+{ echo "$SANDBOX_EXEC" >>/run/sandbox-began || true >/run/sandbox-began; } 2>/dev/null
 exec "$@\""""
 
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
@@ -98,6 +118,14 @@ class SandboxError(Exception):
 
 class NameTaken(SandboxError):
     """Another run won the race for a container's name."""
+
+
+class NotBegun(SandboxError):
+    """A container ended before its command began; `sure` is False where the command may have begun."""
+
+    def __init__(self, message: str, hint: str, code: int, *, sure: bool) -> None:
+        super().__init__(message, hint, code)
+        self.sure = sure
 
 
 class EngineProblem(SandboxError):
@@ -272,7 +300,7 @@ def check_env_name(name: str) -> None:
     """Raise ValueError unless a shell could export the name."""
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"{name!r} is not a name of a variable: letters, digits and _ only")
-    if name in ("SANDBOX_ENV", "SANDBOX_EXEC"):
+    if name in ("SANDBOX_ENV", "SANDBOX_EXEC", "SANDBOX_AUTOSTART"):
         raise ValueError(f"{name} is reserved")
 
 
@@ -729,12 +757,22 @@ def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int 
 
 
 class Output:
-    """A process whose output is collected: start it, do something else, then ask for the result."""
+    """A process whose output is collected: start it, do something else, then ask for the result.
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    One that is to answer soon leads a group of its own, which is killed with it, unless there is a terminal
+    on which it could ask for a passphrase.
+    """
+
+    def __init__(self, argv: Sequence[str], seconds: float | None = CALL_SECONDS) -> None:
+        """`seconds` from now it must have ended; None for no limit."""
+        import time
+
+        self.argv, self.seconds = argv, seconds
+        self.deadline = None if seconds is None else time.monotonic() + seconds
+        self.leads = seconds is not None and seconds < LONG_SECONDS and not os.isatty(0)
         null, (self.out, out), (self.err, err) = os.open(os.devnull, os.O_RDONLY), os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, fds={0: null, 1: out, 2: err})
+            self.pid = spawn(argv, fds={0: null, 1: out, 2: err}, own_group=self.leads)
         except OSError:
             self.close(self.out, self.err)
             raise
@@ -746,29 +784,76 @@ class Output:
         for fd in fds:
             os.close(fd)
 
-    def result(self) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
+    def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
+        """Exit status, standard output, standard error.
+
+        With a limit a process that prints more is killed there. Raises EngineProblem after the deadline.
+        """
+        chunks: dict[int, list[bytes]] = {self.out: [], self.err: []}
+        try:
+            self.collect(chunks, limit_bytes)
+            status = self.wait()
+        except BaseException as error:
+            self.end(9 if isinstance(error, EngineProblem) else 15)
+            raise
+        finally:
+            self.close(*chunks)
+        out, err = (b"".join(parts).decode(errors="replace") for parts in chunks.values())
+        return status, out, err
+
+    def collect(self, chunks: dict[int, list[bytes]], limit_bytes: int) -> None:
+        """Read until both streams end or the limit is passed, where the process is killed."""
         import select
 
-        chunks: dict[int, list[bytes]] = {self.out: [], self.err: []}
         poller, left = select.poll(), len(chunks)
         for fd in chunks:
             poller.register(fd, select.POLLIN)
-        try:
-            while left:
-                for fd, _ in poller.poll():
-                    data = os.read(fd, 65536)
-                    chunks[fd].append(data)
-                    if not data:
-                        poller.unregister(fd)
-                        left -= 1
-        except BaseException:
-            os.kill(self.pid, 15)
-            status_of(self.pid)
-            raise
-        self.close(*chunks)
-        out, err = (b"".join(parts).decode(errors="replace") for parts in chunks.values())
-        return status_of(self.pid), out, err
+        while left:
+            for fd, _ in poller.poll(self.left_ms()):
+                data = os.read(fd, 65536)
+                chunks[fd].append(data)
+                if not data:
+                    poller.unregister(fd)
+                    left -= 1
+            if limit_bytes and sum(len(data) for parts in chunks.values() for data in parts) > limit_bytes:
+                self.kill(9)
+                return
+
+    def wait(self) -> int:
+        """The exit status of a process that has closed its streams, which most do by ending."""
+        import time
+
+        pause_seconds = 0.0001
+        while self.deadline is not None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                return 128 - code if code < 0 else code
+            self.left_ms()
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 0.05)
+        return status_of(self.pid)
+
+    def left_ms(self) -> float | None:
+        """Milliseconds up to the deadline. Raises EngineProblem when it has passed."""
+        import time
+
+        if self.deadline is None:
+            return None
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            words = printable(quote_all(self.argv[:4]))[:200]
+            raise EngineProblem("daemon", f"{words} … did not answer within {self.seconds:g} seconds",
+                                Remedy([], note=f"see why {self.argv[0]} hangs, then try again"))
+        return left * 1000
+
+    def end(self, number: int) -> None:
+        self.kill(number)
+        status_of(self.pid)
+
+    def kill(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            (os.killpg if self.leads else os.kill)(self.pid, number)
 
 
 # --- Engines ---
@@ -781,12 +866,12 @@ class Engine:
         self.name, self.version = name, ""
         self.asked: Output | None = None
 
-    def output(self, *args: str) -> Output:
-        return Output([self.name, *args])
+    def output(self, *args: str, seconds: float | None = CALL_SECONDS) -> Output:
+        return Output([self.name, *args], seconds)
 
-    def ask(self, *args: str) -> str:
+    def ask(self, *args: str, seconds: float = CALL_SECONDS) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = self.output(*args).result()
+        status, out, err = self.output(*args, seconds=seconds).result()
         if status:
             raise failure(self.name, err)
         return out
@@ -984,6 +1069,12 @@ def first_answer(engines: Sequence[Engine], start: Callable[[Engine], Output]) -
             status, out, err = start(engine).result()
         except FileNotFoundError:
             continue
+        except EngineProblem as error:  # it does not answer, nor will it what it was asked ahead
+            asked, engine.asked = engine.asked, None
+            if asked:
+                asked.end(9)
+            met = met or error
+            continue
         if out.startswith("!"):  # docker info gives its daemon's failure as data, and some versions end with 0
             status, err = 1, out[1:]
         if not status or diagnose(err) in ("", "image"):
@@ -1121,11 +1212,13 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 
 
 # A run without a terminal skips the look: it execs into the id that the name had. An id is never given
-# twice, so at worst the engine knows no such container, and then cmd_run looks after all: only where the exec
-# failed at once and with the engine's own status, lest a command run twice.
-STALE_STATUS = {"docker": {"gone": 1, "stopped": 1}, "podman": {"gone": 125, "stopped": 255}}
-STALE_SECONDS = 3
+# twice, so at worst the engine knows no such container, or it is stopped. Then cmd_run looks after all, but
+# only where the container itself shows that the command did not begin: no command runs twice.
+ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
+BEGAN_BYTES = 16 << 20  # eleven for each command
+LOG_TAIL_BYTES = 65536
+SESSION_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1m")  # root inside can write to it
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1148,6 +1241,11 @@ def remember(engine: Engine, session: Session) -> None:
     except OSError:
         with suppress(OSError):
             os.unlink(temporary)
+
+
+def look_next_time(engine: Engine, session: Session) -> None:
+    """Forget the id of a session and not its labels: check_gone() wants them."""
+    remember(engine, Session(session.name, "", session.labels))
 
 
 def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | None:
@@ -1233,7 +1331,7 @@ def mount_argv(host: str, container: str, options: str = "") -> list[str]:
 def create_argv(engine: Engine, name: str, spec: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
     argv = [engine.name, "run", "-d", "--init", "--pull", "never", "--name", name, "--user", "0:0",
-            "--workdir", spec["workdir"], "-e", f"HOME={CONTAINER_HOME}", "--cap-drop", "ALL"]
+            "--workdir", spec["workdir"], "-e", f"HOME={CONTAINER_HOME}", "--cap-drop", "ALL", *SESSION_LOG]
     argv += [f"--cap-add={capability}" for capability in CAPABILITIES]
     argv += ["--http-proxy=false"] if engine.name == "podman" else []
     for key, flag in (("pidsLimit", "--pids-limit"), ("memory", "--memory"), ("cpus", "--cpus")):
@@ -1348,12 +1446,13 @@ class Created(Output):
     """A container that is being created: of two that share a new volume podman lets one fail, which tries again."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        super().__init__(argv)
-        self.argv = argv
+        super().__init__(argv, LONG_SECONDS)
 
-    def result(self) -> tuple[int, str, str]:
-        status, out, err = super().result()
-        return Output(self.argv).result() if status and "volume already exists" in err else (status, out, err)
+    def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
+        status, out, err = super().result(limit_bytes)
+        if status and "volume already exists" in err:
+            return Output(self.argv, LONG_SECONDS).result()
+        return status, out, err
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
@@ -1412,7 +1511,7 @@ def remove_leftover(engine: Engine, session: Session) -> None:
     """Remove the containers of a failed creation, and no other that has the name."""
     status, out, _ = engine.output(*INSPECT, session.name).result()
     if not status and f'"sandbox.session":"{session.labels["sandbox.session"]}"' in out:
-        engine.output("rm", "-f", "-v", session.name).result()
+        engine.output("rm", "-f", "-v", session.name, seconds=LONG_SECONDS).result()
     remove_proxy(engine, session)
 
 
@@ -1426,9 +1525,9 @@ def started(engine: Engine, session: Session) -> Session:
         if any(resolved(path) != path for path in have.get("sources", ())):
             raise turned(session)
         if session.proxy:  # anew, for what has run here may have left it stuck; its rules before anything runs
-            engine.output(*restart_argv(session)).result()
+            engine.output(*restart_argv(session), seconds=LONG_SECONDS).result()
             set_rules(engine, session, network_of(session, session_config(session)))
-        engine.ask("start", session.name)
+        engine.ask("start", session.name, seconds=LONG_SECONDS)
         session.state = "running"
         if have.get("sources") and (meant := mounts_meant(have)):
             call = 'mounts_are "$@" 2>/dev/null'
@@ -1448,10 +1547,10 @@ def turned(session: Session) -> SandboxError:
 def stopped(engine: Engine, session: Session) -> Session:
     """The session, with nothing running in it."""
     if session.state == "running":
-        engine.ask("stop", "-t", "5", session.name)
+        engine.ask("stop", "-t", "5", session.name, seconds=LONG_SECONDS)
         session.state = "exited"
         if session.proxy:
-            engine.output("stop", "-t", "5", session.proxy).result()
+            engine.output("stop", "-t", "5", session.proxy, seconds=LONG_SECONDS).result()
     return session
 
 
@@ -1557,7 +1656,9 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     """A line for each of the hosts that were refused to a session since a time, the first five; programs hide them."""
     if not session.proxy:
         return []
-    _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
+    out = ""
+    with suppress(EngineProblem):  # which is no reason to lose the status of what has run
+        _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
     entries = filter(None, map(decision_of, out.splitlines()))
     denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries if e["verdict"] == "deny")
     return [f"{session.name} was refused {host} port {port}: {reason}; see: sandbox net log {session.name}"
@@ -1566,9 +1667,10 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
 
 def start_proxy(engine: Engine, session: Session) -> None:
     """Start the proxy of a session, or make it again when somebody has removed it. Raises SandboxError."""
-    status, _, err = engine.output("start", session.proxy).result()
+    status, _, err = engine.output("start", session.proxy, seconds=LONG_SECONDS).result()
     if status and "no such container" in err.lower():
-        status, _, err = Output(proxy_argv(engine, session, session.created()[0])).result()
+        argv = proxy_argv(engine, session, session.created()[0])
+        status, _, err = Output(argv, LONG_SECONDS).result()
     if status:
         raise failure(engine.name, err)
 
@@ -1576,7 +1678,7 @@ def start_proxy(engine: Engine, session: Session) -> None:
 def remove_proxy(engine: Engine, session: Session) -> None:
     """Remove the proxy of a session and the volume they shared, as far as they are there."""
     if session.proxy:
-        engine.output("rm", "-f", "-v", session.proxy).result()
+        engine.output("rm", "-f", "-v", session.proxy, seconds=LONG_SECONDS).result()
         engine.output("volume", "rm", session.volume).result()
 
 
@@ -1604,12 +1706,13 @@ class Request:
         self.name = self.config.get("containerName") or ""
         self.engines = candidates(self.config)
         self.session: Session | None = None
+        self.fresh = False  # whether this run has started the container
         if self.name:
             known = recall(self.engines, self.name)
             if not known:
                 self.engines[0].ask_ahead()
-            self.looked = look or not known
-            engine, self.session = known if known and not look else find_session(self.engines, self.name)
+            self.looked = look or not known or not known[1].id
+            engine, self.session = known if known and not self.looked else find_session(self.engines, self.name)
             self.engines = [engine]
             if known and not self.session and self.config.source("network") == "default":
                 check_gone(known[1])
@@ -1621,7 +1724,7 @@ class Request:
             if not args.allow_engine_socket:
                 check_mounts(self.spec)
             check_spec(self.spec)
-        self.env = exec_env(self.config)
+        self.env = exec_env(self.config, self.spec["workdir"])
 
     def adopt(self, session: Session, data: Mapping[str, Any]) -> None:
         """Take profile, flags and directory from an existing session, and say in what it differs."""
@@ -1685,13 +1788,15 @@ def generated_name(directory: str) -> str:
     return f"{stem[:30] or 'sandbox'}-{random_id()}"
 
 
-def exec_env(config: Config) -> dict[str, str]:
-    """The variables of a command, without those of its terminal."""
+def exec_env(config: Config, workdir: str) -> dict[str, str]:
+    """The variables of a command, without those of its terminal; `workdir` is the session's."""
     env = {"HOME": CONTAINER_HOME}
     for agent in AGENTS.values():
         env.update(agent.env)
     env.update(OPENCODE_YOLO if config.get("yolo") == "opencode" else {})
     env.update((name, value) for name, (value, _) in config.env().items())
+    if script := config.get("autostart"):
+        env["SANDBOX_AUTOSTART"] = f"cd {quote_all([workdir])}\n{script}"
     return env
 
 
@@ -1735,10 +1840,12 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
             session.id or session.name, "sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns), *command]
 
 
-def signal_argv(engine: Engine, session: Session, tag: str, signal_name: str, grace_seconds: int) -> list[str]:
-    """The engine call that signals everything a tagged exec has started; see static/session/signal.sh."""
-    return [engine.name, "exec", "--user", session.user, session.id or session.name,
-            "sh", "-c", asset("session/signal.sh").decode(), "sandbox", signal_name, tag, str(grace_seconds)]
+def signal_tagged(engine: Engine, session: Session, tag: str, name: str, grace_seconds: int) -> None:
+    """Signal everything that a tagged exec has started, as far as the engine answers; see static/session/signal.sh."""
+    argv = [engine.name, "exec", "--user", session.user, session.id or session.name,
+            "sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag, str(grace_seconds)]
+    with suppress(EngineProblem):
+        Output(argv, CALL_SECONDS + grace_seconds).result()
 
 
 def on_terminal() -> bool:
@@ -1750,7 +1857,7 @@ def terminal_size() -> tuple[int, int]:
     return (size.lines, size.columns) if size.lines and size.columns else (24, 80)
 
 
-def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str]) -> int:
+def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str], tag: str) -> int:
     """Run a command in a session on our own stdin, stdout and stderr; its exit status.
 
     A client of the engine that is cut off leaves its process running inside, so a signal that
@@ -1759,14 +1866,13 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
     import signal
 
     terminal = on_terminal()
-    tag = random_id()
     argv = exec_argv(engine, session, request.workdir(), tag, command, stdin=terminal or not os.isatty(0),
                      size=terminal_size() if terminal else None)
     script = env_script((terminal_env() if terminal else {}) | request.env)
 
     def pass_on(number: int, _frame: object) -> None:
         name = signal.Signals(number).name.removeprefix("SIG")
-        Output(signal_argv(engine, session, tag, name, 0 if name == "INT" else 5)).result()
+        signal_tagged(engine, session, tag, name, 0 if name == "INT" else 5)
 
     def resize_again(number: int, _frame: object) -> None:
         if number == signal.SIGWINCH:
@@ -2025,7 +2131,7 @@ def base_image(engine: Engine, mirror: Sequence[str]) -> str:
         if engine.output("image", "inspect", name).result()[0] == 0:
             return name
     say(f"fetching the base image {BASE_IMAGE}")
-    status, _, err = engine.output("pull", "-q", BASE_IMAGE).result()
+    status, _, err = engine.output("pull", "-q", BASE_IMAGE, seconds=None).result()
     if status == 0:
         return BASE_IMAGE
     say(f"no registry gives it ({err.strip().splitlines()[-1] if err.strip() else status}): making it with debootstrap")
@@ -2061,9 +2167,7 @@ def open_session(request: Request) -> tuple[Engine, Session, bool]:
                                          request.spec)
         forget_files(session.name)  # an earlier session's
         fresh = True
-    autostart = autostart_argv(engine, session, request) if fresh else []
-    if autostart and call(autostart, {**os.environ, "SANDBOX_ENV": env_script(request.env)}):
-        say("the autostart script could not be started")
+    request.fresh = fresh
     return engine, session, not request.session
 
 
@@ -2082,16 +2186,6 @@ def put_rules(engine: Engine, session: Session, request: Request, start: bool) -
     return True
 
 
-def autostart_argv(engine: Engine, session: Session, request: Request) -> list[str]:
-    """The engine call that starts the autostart script and does not wait for it; [] where there is none."""
-    script = request.config.get("autostart")
-    if not script:
-        return []
-    command = ["sh", "-c", f"{{ {script}\n}} >/tmp/autostart.log 2>&1"]
-    argv = exec_argv(engine, session, request.spec["workdir"], random_id(), command)
-    return [*argv[:2], "-d", *argv[2:]]
-
-
 def cmd_run(args: argparse.Namespace) -> int:
     """Create or reuse a container and run an agent or a command in it."""
     import time
@@ -2100,10 +2194,15 @@ def cmd_run(args: argparse.Namespace) -> int:
     try:
         request = with_remedies(lambda: Request(args, look=on_terminal() or args.rm_on_exit), args.yes)
         if not request.looked and request.session and put_rules(request.engines[0], request.session, request, False):
-            start = time.monotonic()
-            status = converse(request, request.engines[0], request.session, False)
-            if time.monotonic() - start > STALE_SECONDS or not is_stale(request.engines[0], request.session, status):
-                return status
+            try:
+                return converse(request, request.engines[0], request.session, False)
+            except NotBegun as error:
+                if not error.sure:
+                    try:
+                        Request(args, look=True)  # which may have more to say
+                    finally:
+                        look_next_time(request.engines[0], request.session)
+                    raise
         for _ in range(50):  # docker reserves a name before it shows the container
             if not request.looked:
                 request = with_remedies(lambda: Request(args, look=True), args.yes)
@@ -2117,15 +2216,6 @@ def cmd_run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
     return converse(request, engine, session, created)
-
-
-def is_stale(engine: Engine, session: Session, status: int) -> bool:
-    """Whether an exec can have ended with this status because there was no such container, or it was stopped."""
-    if status not in STALE_STATUS[engine.name].values():
-        return False
-    gone, out, _ = engine.output(*INSPECT, session.id).result()
-    state = "gone" if gone else out.split(" ")[2]
-    return state != "running" and STALE_STATUS[engine.name].get(state, STALE_STATUS[engine.name]["stopped"]) == status
 
 
 def converse(request: Request, engine: Engine, session: Session, created: bool) -> int:
@@ -2144,10 +2234,10 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
     command = compose(base, request.args.agent_args)
     asks = on_terminal() and not request.args.rm_on_exit and bool(created or request.agent or base is SHELL)
     while True:
-        since = time.time()
-        status = run_command(engine, session, request, command)
-        if created and status in (KILLED, *STALE_STATUS[engine.name].values()):
-            check_start(engine, session, status)
+        since, tag = time.time(), random_id()
+        status = run_command(engine, session, request, command, tag)
+        if status in ENGINE_STATUS or (request.fresh and status == KILLED):
+            check_begun(engine, session, tag, status, request.fresh)
         for line in refusals(engine, session, since):
             say(line)
         again = next_command(request, session, command) if asks else None
@@ -2159,24 +2249,58 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
         command = again
 
 
-def check_start(engine: Engine, session: Session, status: int) -> None:
-    """Raise SandboxError, and remove a new session, where its container ended instead of becoming ready."""
+def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: bool) -> None:
+    """Raise NotBegun when a command's container has ended, unless it shows that the command began before.
+
+    Nothing is removed: what runs in the container could bring all of this about.
+    """
+    state, code = end_of(engine, session, status)
+    if state == "running":
+        return
+    begun = has_begun(engine, session, tag)
+    if begun:
+        return
+    sure = begun is False
+    if not sure:
+        look_next_time(engine, session)
+    if fresh and 0 < code < 128:  # one that is stopped ends by a signal
+        lines = [f"the container {session.name} ended as soon as it was started", *last_lines(engine, session)]
+        hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
+        raise NotBegun("\n".join(lines), hint, 125, sure=sure)
+    message = f"the container {session.name} is {state or 'gone'}"
+    if sure:
+        raise NotBegun(message, "run this again", 125, sure=True)
+    raise NotBegun(f"{message}, and whether the command began is not known",
+                   "it is not run again by itself: look at what it has done, then run this again", status, sure=False)
+
+
+def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
+    """The state of a container, '' when it is gone, and the status it ended with."""
     import time
 
     form = "{{.State.Status}} {{.State.ExitCode}}"
     for _ in range(5):  # the engine learns of the end of its processes one by one
-        gone, out, _ = engine.output("container", "inspect", "--format", form, session.id).result()
-        state, _, code = out.partition(" ")
+        gone, out, err = engine.output("container", "inspect", "--format", form, session.id).result()
+        if gone and "no such" not in err.lower():
+            raise failure(engine.name, err)
+        state, _, code = out.strip().partition(" ")
         if gone or state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
-    if gone or state != "exited" or not 0 < int(code) < 128:  # a session that is stopped ends by a signal
-        return
-    _, out, err = engine.output("logs", session.id).result()
-    remove_session(engine, session)
-    last = (out + err).strip().splitlines()[-3:]
-    raise SandboxError("\n".join([f"the container {session.name} ended as soon as it was started", *last]),
-                       "correct the image or the mounts", 125)
+    return ("", 0) if gone else (state, int(code))
+
+
+def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
+    """Whether a command has left its mark in a container, which need not run; None where that cannot be known."""
+    status, out, _ = engine.output("cp", f"{session.id}:/run/sandbox-began", "-").result(BEGAN_BYTES)
+    _, head, marks = out.partition("\0sandbox\n")  # a tar header ends with NUL, and the file begins with this
+    return None if status or not head else f"{tag}\n" in marks
+
+
+def last_lines(engine: Engine, session: Session) -> list[str]:
+    """The last lines of a container's own log, for a person."""
+    _, out, err = engine.output("logs", "--tail", "3", session.id).result(LOG_TAIL_BYTES)
+    return [printable(line[:300]) for line in (out + err).strip().splitlines()[-3:]]
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
@@ -2214,7 +2338,8 @@ def remove_session(engine: Engine, session: Session) -> None:
 
 
 def remove_container(engine: Engine, session: Session) -> None:
-    status, _, err = engine.output("rm", "-f", "-v", session.id or session.name).result()
+    name = session.id or session.name
+    status, _, err = engine.output("rm", "-f", "-v", name, seconds=LONG_SECONDS).result()
     if status and "no such container" not in err.lower():
         raise failure(engine.name, err)
     remove_proxy(engine, session)
@@ -2431,7 +2556,8 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def check_host(engine: Engine, session: Session, host: str) -> int:
     """Print the proxy's decision about a host; 0 when it is allowed."""
-    status, out, err = engine.output("exec", session.proxy, *PROXY_PROGRAM, "check", host).result()
+    argv = ["exec", session.proxy, *PROXY_PROGRAM, "check", host]
+    status, out, err = engine.output(*argv, seconds=LONG_SECONDS).result()
     if not out:
         raise failure(engine.name, err)
     show(out.rstrip("\n"))
@@ -2477,7 +2603,7 @@ def prune_engine(engine: Engine, dry_run: bool) -> None:
     for kind, name in left:
         print(name)
         if not dry_run:
-            engine.output(*kind, name).result()
+            engine.output(*kind, name, seconds=LONG_SECONDS).result()
 
 
 def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
@@ -2549,9 +2675,6 @@ def show_command(args: argparse.Namespace) -> int:
     env = (terminal_env() if terminal else {}) | request.env
     masked = [name for name, value in env.items() if is_secret(name, value)] if not args.reveal else []
     script = quote_all([env_script({name: MASK if name in masked else value for name, value in env.items()})])
-    fresh = not request.session or session.state != "running"
-    if fresh and (autostart := autostart_argv(engine, session, request)):
-        lines.append(f"SANDBOX_ENV={script} {quote_all(autostart)}")
     lines.append(f"SANDBOX_ENV={script} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
@@ -2637,7 +2760,8 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
         return [Check("image", "fail", error.message, error.remedy)]
     each = '; do printf "%s " $a; { $a --version 2>/dev/null || echo missing; } | head -n 1; done'
     _, out, err = engine.output("run", "--rm", "--pull", "never", "--network", "none", "--entrypoint", "sh",
-                                config.image, "-c", f"for a in {' '.join(AGENTS)}{each}").result()
+                                config.image, "-c", f"for a in {' '.join(AGENTS)}{each}",
+                                seconds=LONG_SECONDS).result()
     if not out:
         return [Check("image", "ok", config.image), Check("agents", "fail", failure(engine.name, err).message)]
     versions = out.split("\n")[:-1]

@@ -126,6 +126,10 @@ class WebError(Exception):
         super().__init__(message)
         self.code, self.message, self.hint, self.headers = code, message, hint, headers or {}
 
+    def again(self) -> WebError:
+        """The same for another client: an exception holds the frames that raised it."""
+        return WebError(self.code, self.message, self.hint, self.headers)
+
 
 class Malformed(WebError):
     """A request that cannot be read further: the connection is closed after the answer."""
@@ -974,16 +978,24 @@ class Sessions:
         self.changes = 0
         self.rows: list[dict[str, str]] = []
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
+        self.failed: tuple[float, WebError] | None = None  # when the last call failed, and how
 
     def changed(self) -> None:
         self.changes += 1
 
     def list(self) -> list[dict[str, str]]:
+        asked = time.monotonic()
         with self.lock:
+            if self.failed and self.failed[0] > asked:  # while this one waited: it would fail, too
+                raise self.failed[1].again()
             changes, when = self.known
             if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
                 changes = self.changes
-                self.rows = sandbox.list_sessions(sandbox.candidates(base_config()))
+                try:
+                    self.rows = sandbox.list_sessions(sandbox.candidates(base_config()))
+                except SandboxError as error:
+                    self.failed = (time.monotonic(), as_web_error(error))
+                    raise
                 self.known = (changes, time.monotonic())
             return self.rows
 
@@ -1216,7 +1228,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
         config = session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
-            sandbox.env_script(sandbox.exec_env(config))
+            sandbox.env_script(sandbox.exec_env(config, workdir(session)))
         write_settings(session.name, settings)
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
@@ -1336,7 +1348,7 @@ def iso(seconds: float) -> str:
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session under a supervisor of its own; the job as clients see it."""
-    env = sandbox.exec_env(session_config(session)) | dict(extra_env or {})
+    env = sandbox.exec_env(session_config(session), workdir(session)) | dict(extra_env or {})
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1370,10 +1382,13 @@ def own_argv() -> list[str]:
 
 
 def autostart(engine: Engine, session: Session) -> None:
-    """Start the session's autostart script as a job. Raises WebError when the container runs without it."""
+    """Start the session's autostart script as a job. Raises WebError when the container runs without it.
+
+    Where this is not reached, the session's next command starts it: see sandbox.EXEC_SCRIPT.
+    """
     try:
         if script := session_config(session).get("autostart"):
-            start_job(engine, session, "autostart", script, {})
+            start_job(engine, session, "autostart", script, {}, {"SANDBOX_AUTOSTART": "job"})
     except (WebError, SandboxError, OSError) as error:
         cause = as_web_error(error)
         raise WebError(cause.code, f"{session.name} was started, but not its autostart script: {cause.message}",
@@ -1704,12 +1719,12 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
 def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool) -> None:
     """Interrupt and see whether the job ends; where it does not, or was asked a second time, terminate and kill."""
     if gently:
-        sandbox.Output(sandbox.signal_argv(engine, session, tag, "INT", 0)).result()
+        sandbox.signal_tagged(engine, session, tag, "INT", 0)
         deadline = time.monotonic() + 3
         with suppress(OSError):  # its files may go meanwhile
             while time.monotonic() < deadline and is_locked(f"{folder}/lock"):
                 time.sleep(0.05)
-    sandbox.Output(sandbox.signal_argv(engine, session, tag, "TERM", 3)).result()
+    sandbox.signal_tagged(engine, session, tag, "TERM", 3)
 
 
 # --- Terminals ---
@@ -1827,7 +1842,8 @@ class Terminal:
         import tty
 
         config = session_config(self.session)
-        env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | sandbox.exec_env(config)
+        env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        env |= sandbox.exec_env(config, workdir(self.session))
         command = sandbox.SHELL
         if self.run == "agent":
             command = sandbox.AGENTS[self.session.agent].yolo
@@ -1871,7 +1887,7 @@ class Terminal:
         """End everything that was started in this terminal, inside the container."""
         self.closing = True
         if not self.ended:
-            sandbox.Output(sandbox.signal_argv(self.engine, self.session, self.tag, "HUP", 2)).result()
+            sandbox.signal_tagged(self.engine, self.session, self.tag, "HUP", 2)
             if not self.ended:
                 with suppress(OSError):
                     os.kill(self.pid, signal.SIGHUP)
@@ -2171,7 +2187,7 @@ class Terminals:
         for row in rows:
             with suppress(WebError, SandboxError, OSError, KeyError, TypeError):
                 engine, session = find_running(row["session"])
-                sandbox.Output(sandbox.signal_argv(engine, session, row["tag"], "HUP", 2)).result()
+                sandbox.signal_tagged(engine, session, row["tag"], "HUP", 2)
         self.changed()
 
     def close_all(self, session: str = "") -> None:
@@ -2493,7 +2509,7 @@ def fetch_libraries() -> None:
     """In a checkout, bring what the pages load from npm up to date; a wheel and a zipapp have it in them."""
     build = os.path.join(os.path.dirname(os.path.abspath(sandbox.__file__)), "static", "build.py")
     if os.path.isfile(build):
-        status, _, err = sandbox.Output([sys.executable, "-I", build, "--libraries"]).result()
+        status, _, err = sandbox.Output([sys.executable, "-I", build, "--libraries"], None).result()
         if status:
             sandbox.say(f"{err.strip()}\nwarning: the terminal and Markdown in the web pages are missing until then")
 

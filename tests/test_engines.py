@@ -1,21 +1,25 @@
 """Sessions on real engines: each test runs on docker, rootful podman and rootless podman."""
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
+import socket
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, IMAGE_NAME, PYTHON, Engine, Process, write_config
+from conftest import IMAGE, IMAGE_NAME, IMAGE_VERSION, PYTHON, TOKEN, Engine, Process, write_config
 
-from sandbox import STALE_STATUS
+from sandbox import ENGINE_STATUS
 
 MARK = f"s3cret-{os.getpid()}"
 SECRET = f"{MARK}-first-line\nsecond 'line' \"quoted\" $HOME `id` \\ ünïcode\n"
@@ -116,7 +120,7 @@ def test_ps_shows_a_table_and_names(engine: Engine, project: Path, home: Path, n
 
 
 def test_rm_on_exit_leaves_nothing(engine: Engine, project: Path, name: str) -> None:
-    for status in (3, *STALE_STATUS[engine.runtime].values()):
+    for status in (3, *ENGINE_STATUS):
         answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", f"exit {status}")
         assert answer.returncode == status, answer.stderr
         assert name not in container_names(engine)
@@ -492,12 +496,107 @@ def test_autostart_runs_when_the_container_starts(engine: Engine, project: Path,
     wait_for(lambda: (project / "started").read_text() == "hello\nhello\n")
 
 
+def test_autostart_is_not_lost_with_a_client_that_is_killed(
+    engine: Engine, project: Path, home: Path, name: str
+) -> None:
+    """The client dies at some moment from the start of the container on; the next run makes up for what is missing."""
+    write_config(home, autostart="echo started >> started")
+    for number in range(8):
+        session = f"{name}-{number}"
+        with engine.popen("run", "-n", session, "-x", "sleep 60") as killed:
+            wait_for(lambda: session in engine.run("ps", "--format", "{{.Names}}").stdout.split())  # noqa: B023
+            time.sleep(0.02 * number)
+            killed.send_signal(signal.SIGKILL)
+        for _ in range(2):
+            assert engine.sandbox("run", "-n", session, "-x", "true").returncode == 0
+        wait_for((project / "started").exists)
+        engine.run("restart", "-t", "0", session)
+        assert engine.sandbox("run", "-n", session, "-x", "true").returncode == 0
+        wait_for(lambda: (project / "started").read_text() == "started\n" * 2)
+        (project / "started").unlink()
+
+
+def test_commands_that_begin_at_once_start_autostart_once(
+    engine: Engine, project: Path, home: Path, name: str
+) -> None:
+    engine.sandbox("run", "-n", name, "-x", "true")
+    write_config(home, autostart="echo started >> started")
+    engine.run("restart", "-t", "0", name)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(engine.sandbox, "run", "-n", name, "-x", "sleep 1; cat started") for _ in range(4)]
+        assert [run.result().stdout for run in runs] == ["started\n"] * 4
+
+
+def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Path, home: Path, name: str) -> None:
+    """Neither a signal to that run nor its terminal ends the script, and it begins where the session works."""
+    (project / "sub").mkdir()
+    write_config(home, autostart="pwd; trap 'echo interrupted >interrupted' INT; while :; do sleep 0.1; done")
+    run = ("run", "-n", name)
+    with engine.pty(*run, "--hp", str(project), "-x", "echo here; sleep 60", cwd=project / "sub") as terminal:
+        terminal.expect("here")
+        terminal.send("\x03")
+        terminal.expect("Keep it?")
+        terminal.send("\n")
+        assert terminal.wait() == 130
+    assert engine.sandbox("run", "-n", name, "-x", "cat /tmp/autostart.log").stdout == f"{project}\n"
+    assert not (project / "interrupted").exists()
+    interrupt = "for f in /proc/[0-9]*/cmdline; do grep -q 'interrupte[d]' $f && kill -INT ${f//[^0-9]/}; done"
+    engine.sandbox("run", "-n", name, "-x", interrupt)
+    wait_for((project / "interrupted").exists)
+
+
 def test_a_command_never_runs_twice(engine: Engine, project: Path, name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
     for status in (1, 125, 255):
         answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", f"echo ran >>log; exit {status}")
         assert answer.returncode == status, answer.stderr
     assert (project / "log").read_text() == "ran\n" * 3
+
+
+@pytest.mark.parametrize("end", ["stop -t 0", "kill", "rm -f"])
+def test_a_command_that_began_does_not_run_again_when_its_container_ends(
+    engine: Engine, project: Path, name: str, end: str
+) -> None:
+    """The engine's client is a script that ends the container before it says how the command in it has ended."""
+    run = ("run", "-n", name, "-x")
+    folder, real = engine.directory(), shutil.which(engine.runtime)
+    client = folder / engine.runtime
+    client.write_text(f'#!/bin/sh\n{real} "$@"\ns=$?\n[ "$1" != exec ] || {real} {end} {name} >&2\nexit $s\n')
+    client.chmod(0o755)
+    where: dict[str, Any] = {"env": {"PATH": f"{folder}:{engine.environ()['PATH']}"}}
+    for status in ENGINE_STATUS:
+        assert engine.sandbox(*run, "true").returncode == 0
+        answer = engine.sandbox(*run, f"echo ran >>log; exit {status}", **where)
+        assert (answer.returncode, (project / "log").read_text()) == (status, "ran\n"), answer.stderr
+        assert ("whether the command began is not known" in answer.stderr) is (end == "rm -f")
+        (project / "log").unlink()
+
+
+@pytest.mark.parametrize("end", ["stop -t 0", "kill"])
+def test_a_command_that_did_not_begin_runs_when_its_container_is_started(
+    engine: Engine, project: Path, name: str, end: str
+) -> None:
+    run = ("run", "-n", name, "-x", "echo ran")
+    for _ in range(2):
+        assert engine.sandbox(*run).stdout == engine.sandbox(*run).stdout == "ran\n"
+        engine.run(*end.split(), name)
+
+
+def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine, project: Path, name: str) -> None:
+    run = ("run", "-n", name, "-x", "echo ran")
+    assert engine.sandbox(*run).stdout == "ran\n"
+    engine.run("rm", "-f", name)
+    answer = engine.sandbox(*run)
+    assert (answer.returncode in ENGINE_STATUS, answer.stdout) == (True, "") and "is gone, and whether" in answer.stderr
+    assert engine.sandbox(*run).stdout == "ran\n"
+
+
+def test_what_erases_the_mark_is_not_run_again(engine: Engine, project: Path, name: str) -> None:
+    assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0
+    for erase in ("rm /run/sandbox-began", ": >/run/sandbox-began", "yes >/run/sandbox-began & sleep 0.5"):
+        ended = engine.sandbox("run", "-n", name, "-x", f"echo ran >>log; {erase}; kill -9 -1; exit 1")
+        assert (project / "log").read_text() == "ran\n", (erase, ended.stderr)
+        (project / "log").unlink()
 
 
 def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, project: Path, name: str) -> None:
@@ -511,11 +610,51 @@ def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, proje
     assert not (project / "victim" / "reached").exists()
 
 
-def test_a_container_that_ends_at_once_says_why_and_goes(engine: Engine, project: Path, name: str) -> None:
+def test_a_container_that_ends_at_once_says_why(engine: Engine, project: Path, name: str) -> None:
     (project / "file").touch()
-    answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/bin/sleep", "-x", "echo ran")
-    assert answer.returncode == 125 and "ended as soon as it was started" in answer.stderr
-    assert name not in container_names(engine)
+    for _ in range(2):
+        answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/bin/sleep", "-x", "echo ran")
+        assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
+        assert "ended as soon as it was started" in answer.stderr and f"sandbox rm {name}" in answer.stderr
+    assert engine.sandbox("rm", name).returncode == 0 and name not in container_names(engine)
+
+
+# The shell of an image whose containers end with status 3 when there is a file /tmp/end.
+ENDS_WITH_3 = """rm /bin/sh; cat >/bin/sh <<'END'
+#!/bin/busybox sh
+case $2 in *'exec sleep infinity'*) ;; *) exec /bin/busybox sh "$@" ;; esac
+init=${2%exec sleep infinity*}
+shift 2
+/bin/busybox sh -c "$init" "$@"
+until [ -e /tmp/end ]; do sleep 0.05; done
+exit 3
+END
+chmod 755 /bin/sh
+"""
+
+
+@pytest.fixture(scope="module")
+def ending_image(engine: Engine) -> Iterator[str]:
+    image, made = f"localhost/{TOKEN}-ending", f"{TOKEN}-ending"
+    assert engine.run("run", "--name", made, IMAGE, "sh", "-c", ENDS_WITH_3).returncode == 0
+    assert engine.run("commit", made, f"{image}:{IMAGE_VERSION}").returncode == 0
+    engine.run("rm", made)
+    yield image
+    engine.run("rmi", f"{image}:{IMAGE_VERSION}")
+
+
+@pytest.mark.parametrize("lie", ["", "echo sandbox >/run/sandbox-began; ", "rm /run/sandbox-began; "])
+def test_a_container_that_lies_about_its_start_is_kept(
+    engine: Engine, project: Path, ending_image: str, name: str, lie: str
+) -> None:
+    noise = r"head -c 30000000 /dev/zero | tr '\0' x >/proc/1/fd/1; printf '\033]0;owned\007\n' >/proc/1/fd/1; "
+    command = f"echo kept >/tmp/state; {lie}{noise}touch /tmp/end; sleep 60"
+    answer = engine.sandbox("run", "-n", name, "--in", ending_image, "-x", command, timeout=50)
+    assert answer.returncode == (125 if lie else 137), answer.stderr
+    assert "\033" not in answer.stderr and len(answer.stderr) < 3000
+    assert engine.run("cp", f"{name}:/tmp/state", f"{project}/state").returncode == 0
+    log = engine.run("logs", name)
+    assert "owned" in log.stdout and len(log.stdout) < 2_000_000
 
 
 # --- Network and ports ---
@@ -538,6 +677,71 @@ def test_a_published_port_listens_on_loopback_only(engine: Engine, project: Path
     taken = engine.sandbox("run", "-n", name + "2", "-p", "18734:80", "-x", "true")
     assert taken.returncode == 125 and "choose another host port" in taken.stderr
     assert name + "2" not in container_names(engine)
+
+
+# --- An engine that hangs ---
+
+
+class SilentEngine:
+    """A Unix socket on which somebody listens and nobody answers; the engine's client is led to it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.path = str(engine.directory() / "silent.sock")
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(self.path)
+        os.chmod(self.path, 0o777)
+        self.server.listen(100)
+        self.env = {{"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}[engine.runtime]: f"unix://{self.path}"}
+        self.connections: list[socket.socket] = []
+        self.thread = threading.Thread(target=self.accept, daemon=True)
+        self.thread.start()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.connections.append(self.server.accept()[0])
+
+    def clients(self, program: str) -> list[str]:
+        """The processes of this name that are led to the socket."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (process / "comm").read_text().strip() == program:
+                    found += [process.name] if self.path.encode() in (process / "environ").read_bytes() else []
+        return found
+
+    def __enter__(self) -> "SilentEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown(socket.SHUT_RDWR)
+        self.server.close()
+        self.thread.join()
+        for connection in self.connections:
+            connection.close()
+
+
+def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, name: str) -> None:
+    commands = (["ps"], ["rm", name], ["run", "-n", name, "-x", "true"], ["doctor"])
+    with SilentEngine(engine) as silent, concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(engine.sandbox, *command, env=silent.env) for command in commands]
+        for command, answer in zip(commands, [run.result() for run in runs], strict=True):
+            assert answer.returncode == (125 if command[0] == "run" else 1), answer
+            assert f"{engine.runtime} " in answer.stdout + answer.stderr
+            assert "did not answer within 20 seconds" in answer.stdout + answer.stderr
+        assert silent.connections and not silent.clients(engine.runtime)
+
+
+def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name: str) -> None:
+    folder = engine.directory()
+    client = folder / engine.runtime
+    client.write_text(f"#!/bin/sh\necho $$ >>{folder}/pids\nsleep 1000 & echo $! >>{folder}/pids\nkill -STOP $$\n")
+    client.chmod(0o755)
+    answer = engine.sandbox("ps", env={"PATH": f"{folder}:{engine.environ()['PATH']}"})
+    assert answer.returncode == 1 and "did not answer within 20 seconds" in answer.stderr
+    left = [Path("/proc", pid, "stat") for pid in (folder / "pids").read_text().split()]
+    assert len(left) == 2
+    wait_for(lambda: all(not stat.exists() or ") Z " in stat.read_text() for stat in left))
 
 
 # --- Bad input leaves nothing ---

@@ -1,7 +1,9 @@
 """Jobs on real engines: nothing is lost, order is kept, cancel reaches into the container."""
 
 import concurrent.futures
+import contextlib
 import hashlib
+import http.client
 import itertools
 import json
 import os
@@ -13,6 +15,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import IMAGE, Engine, write_config
@@ -196,6 +199,32 @@ def test_autostart_runs_at_every_start_and_is_a_job(service: Service, name: str)
     assert service.post(f"/api/sessions/{name}/command", {"command": "true"}).status == 409
     assert service.post(f"/api/sessions/{name}/start").json["state"] == "running"
     assert len(service.get(f"/api/sessions/{name}/jobs").json) == 2
+
+
+def test_autostart_is_not_lost_with_a_service_that_is_killed(service: Service, name: str) -> None:
+    script = "echo started >> started"
+    started = service.engine.project / "started"
+    for number in range(4):
+        session = f"{name}-{number}"
+        fields = {"name": session, "directory": str(started.parent), "autostart": script}
+        threading.Thread(target=lambda: suppressed(service.post, "/api/sessions", fields)).start()  # noqa: B023
+        wait_for(lambda: session in container_names(service.engine))  # noqa: B023
+        time.sleep(0.03 * number)
+        service.restart_after_kill()
+        wait_for(lambda: service.get(f"/api/sessions/{session}").json.get("state") == "running")  # noqa: B023
+        for _ in range(2):
+            service.ended(service.job(session, "true"))
+        wait_for(started.exists)
+        assert service.post(f"/api/sessions/{session}/stop").status == 200
+        assert service.post(f"/api/sessions/{session}/start").status == 200
+        service.ended(service.job(session, "true"))
+        wait_for(lambda: started.read_text() == "started\n" * 2)
+        started.unlink()
+
+
+def suppressed(action: Any, *args: Any) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        action(*args)
 
 
 @docker_only

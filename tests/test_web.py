@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, Engine, write_config
 from service import PASSWORD, Service, free_port, wait_for
+from test_engines import SilentEngine
 
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
 
@@ -976,3 +977,21 @@ def test_the_list_of_sessions_makes_one_engine_call_however_many_ask(engine: Eng
     lines = notes.read_text().split()
     assert lines == ["begin", "end"] * (len(lines) // 2) and 2 <= len(lines) <= 6
     service.end()
+
+
+def test_an_engine_that_does_not_answer_is_a_503_for_all_who_ask(engine: Engine, project: Path, home: Path) -> None:
+    """Those who ask for the list while it is asked for get the answer of that one call."""
+    with SilentEngine(engine) as silent, concurrent.futures.ThreadPoolExecutor(21) as pool:
+        service = Service(engine, env=silent.env)
+        first = pool.submit(service.get, "/api/sessions")
+        wait_for(lambda: silent.connections)
+        others = [pool.submit(service.get, "/api/sessions") for _ in range(19)]
+        one = pool.submit(service.get, "/api/sessions/some")
+        wait_for(lambda: len(silent.clients(engine.runtime)) >= 2)
+        begun = set(silent.clients(engine.runtime))
+        for reply in [reply.result() for reply in (first, one, *others)]:
+            assert (reply.status, reply.json["error"]["code"]) == (503, "engine_unavailable")
+            assert "did not answer within 20 seconds" in reply.json["error"]["message"]
+        assert set(silent.clients(engine.runtime)) <= begun
+        wait_for(lambda: not silent.clients(engine.runtime))
+        service.end()

@@ -6,6 +6,8 @@ if [ $# -gt 2 ] && [ ! -e /run/sandbox-ready ]; then
 fi
 mkdir -p "$HOME" /run
 rm -f /run/sandbox-ready
+# Every command notes here that it began; the notes of an earlier start stay.
+[ -e /run/sandbox-began ] || { echo sandbox >/run/sandbox-began; chmod 666 /run/sandbox-began; }
 grep -q "^[^:]*:[^:]*:$1:" /etc/passwd ||
   echo "agent:*:$1:$2::$HOME:$(command -v bash || echo /bin/sh)" >>/etc/passwd
 grep -q "^[^:]*:[^:]*:$2:" /etc/group || echo "agent:x:$2:" >>/etc/group
