@@ -2,8 +2,9 @@
 
 A test that asks for `engine` runs three times: on docker, on rootful podman and on rootless podman of the user
 sandbox-test. tests/prepare makes the machine ready; an engine that does not answer is a failure, not a skip.
-The code under test is a world-readable copy of the working tree, started with /usr/bin/python3 in a clean
-environment, because the checkout and its venv may lie where sandbox-test cannot read.
+The code under test is a world-readable copy of the working tree, started in a clean environment with
+/usr/bin/python3, or the Python that SANDBOX_TEST_PYTHON names, because the checkout and its venv may lie where
+sandbox-test cannot read.
 """
 
 import codecs
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from service import Service
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = "/usr/bin/python3"
+PYTHON = os.environ.get("SANDBOX_TEST_PYTHON", "/usr/bin/python3")
 USER = "sandbox-test"
 CONTAINERS_CONF = "/etc/sandbox-test/containers.conf"
 IMAGE_NAME = "localhost/sandbox-test"
@@ -47,7 +48,12 @@ TIMEOUT_SECONDS = 120.0
 TOKEN = f"t{secrets.token_hex(4)}"  # in every name and directory of this test run, to know its containers by
 COUNTER = itertools.count(1)
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by what tests start
+# What starts the tests may ignore signals (nohup, a shell's job in the background) or block them; what they start
+# would inherit that. Python itself ignores SIGPIPE and SIGXFSZ, and resets them in what it starts.
+for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 Result = subprocess.CompletedProcess[str]
 
