@@ -205,6 +205,7 @@ class Engine:
         }
         if self.runtime == "podman":
             environ["CONTAINERS_CONF"] = CONTAINERS_CONF
+            environ["PODMAN_IGNORE_CGROUPSV1_WARNING"] = "1"  # podman 5 says it on stderr with every command
         if owner.pw_uid:
             environ["XDG_RUNTIME_DIR"] = f"/run/user/{owner.pw_uid}"
         return environ

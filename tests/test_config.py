@@ -7,6 +7,7 @@ import json
 import os
 import random
 import stat
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def test_secrets_are_masked_unless_revealed(tool: Tool, tmp_path: Path) -> None:
 
 BROKEN: list[tuple[str, list[str]]] = [
     ('{"volumes": ["/a:/b"],\n  "memory" "1g"}', [":2:12: "]),
-    ('{"env": {"A": "1"},}', [":1:20: "]),
+    ('{"env": {"A": "1"},}', [":1:19: " if sys.version_info >= (3, 13) else ":1:20: "]),  # the comma, or what follows
     ("", [":1:1: "]),
     ("\ufeff{}", [":1:1: "]),
     ("[]", ["JSON object"]),
