@@ -20,6 +20,9 @@ def ignore_and_block() -> None:
 
 
 def test_what_tests_start_hears_every_signal() -> None:
-    answer = subprocess.run([sys.executable, "-c", STATUS], cwd=Path(__file__).parent, preexec_fn=ignore_and_block,
-                            capture_output=True, text=True, timeout=60)  # fmt: skip
+    argv = [sys.executable, "-c", STATUS]
+    tests = Path(__file__).parent
+    answer = subprocess.run(
+        argv, cwd=tests, preexec_fn=ignore_and_block, capture_output=True, text=True, timeout=60
+    )
     assert answer.stdout.split() == ["SigBlk:", "0" * 16, "SigIgn:", "0" * 16], answer
