@@ -2,8 +2,9 @@
 
 A test that asks for `engine` runs three times: on docker, on rootful podman and on rootless podman of the user
 sandbox-test. tests/prepare makes the machine ready; an engine that does not answer is a failure, not a skip.
-The code under test is a world-readable copy of the working tree, started with /usr/bin/python3 in a clean
-environment, because the checkout and its venv may lie where sandbox-test cannot read.
+The code under test is a world-readable copy of the working tree, started in a clean environment
+with /usr/bin/python3, or the Python that SANDBOX_TEST_PYTHON names, because the checkout and its
+venv may lie where sandbox-test cannot read.
 """
 
 import codecs
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from service import Service
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = "/usr/bin/python3"
+PYTHON = os.environ.get("SANDBOX_TEST_PYTHON", "/usr/bin/python3")
 USER = "sandbox-test"
 CONTAINERS_CONF = "/etc/sandbox-test/containers.conf"
 IMAGE_NAME = "localhost/sandbox-test"
@@ -47,7 +48,14 @@ TIMEOUT_SECONDS = 120.0
 TOKEN = f"t{secrets.token_hex(4)}"  # in every name and directory of this test run, to know its containers by
 COUNTER = itertools.count(1)
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by what tests start
+# What starts the tests may ignore signals (nohup, a shell's job in the background) or block them;
+# what they start would inherit that. Python itself ignores SIGPIPE and SIGXFSZ, and resets them in
+# what it starts.
+for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+    if signal.getsignal(number) == signal.SIG_IGN:
+        ctrl_c = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if ctrl_c else signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 Result = subprocess.CompletedProcess[str]
 
@@ -199,6 +207,8 @@ class Engine:
         }
         if self.runtime == "podman":
             environ["CONTAINERS_CONF"] = CONTAINERS_CONF
+            # Podman 5 warns of an old kernel interface on stderr with every command.
+            environ["PODMAN_IGNORE_CGROUPSV1_WARNING"] = "1"
         if owner.pw_uid:
             environ["XDG_RUNTIME_DIR"] = f"/run/user/{owner.pw_uid}"
         return environ
