@@ -78,7 +78,7 @@ class Agent:
 
 AGENTS = {
     "claude": Agent("claude", "c cc agent-a claude", "--dangerously-skip-permissions", "-c",
-                    {"IS_SANDBOX": "1", "DISABLE_AUTOUPDATER": "1"}),
+                    {"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"}),
     "gemini": Agent("gemini", "gm g agent-b gemini", "--yolo", "-r",
                     {"GEMINI_CLI_TRUST_WORKSPACE": "true"}),
     "codex": Agent("codex", "cx agent-c codex", "--dangerously-bypass-approvals-and-sandbox", "resume --last", {}),
@@ -1716,8 +1716,8 @@ def record(argv: Sequence[str], recorder: Recorder) -> int:
 
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
-IMAGE_FILES = ("claude-settings.json", "claude.json", "codex.sh", "codex.toml", "dpkg.cfg", "gemini-settings.json",
-               "gitconfig", "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
+IMAGE_FILES = ("claude-settings.json", "claude.json", "claude.sh", "codex.sh", "codex.toml", "dpkg.cfg",
+               "gemini-settings.json", "gitconfig", "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
