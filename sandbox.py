@@ -98,7 +98,7 @@ class Agent:
 
 AGENTS = {
     "claude": Agent("claude", "c cc agent-a claude", "--dangerously-skip-permissions", "-c",
-                    {"IS_SANDBOX": "1", "DISABLE_AUTOUPDATER": "1"}),
+                    {"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"}),
     "gemini": Agent("gemini", "gm g agent-b gemini", "--yolo", "-r",
                     {"GEMINI_CLI_TRUST_WORKSPACE": "true"}),
     "codex": Agent("codex", "cx agent-c codex", "--dangerously-bypass-approvals-and-sandbox", "resume --last", {}),
@@ -1462,6 +1462,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     `spec` is spec_of(config) as it was checked.
     """
     engine, rootless = pick_engine(engines)
+    check_agent(engine, config)
     labels = labels_of(config, flags, spec, container_user(rootless))
     session = Session(name, "running", labels)
     status = 1
@@ -1560,6 +1561,17 @@ def missing_image(engine: Engine, config: Config) -> EngineProblem:
     remedy = Remedy([["sandbox", "build", "--rt", engine.name, "--iv", version, *name]],
                     lambda: build_image(engine, config))
     return EngineProblem("image", f"{engine.name} has no image {config.image}", remedy)
+
+
+def check_agent(engine: Engine, config: Config) -> None:
+    """Raise EngineProblem where the image was built without the agent that is asked for."""
+    agent = config.get("yolo")
+    has = Image(engine, config.image).agents if agent else ()
+    if has and agent not in has:
+        wanted = [*has, agent]
+        command = [*missing_image(engine, config).remedy.commands[0], "--iba", f"AGENTS={','.join(wanted)}"]
+        raise EngineProblem("agent", f"{config.image} was built without {agent}",
+                            Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
 
 # --- Network ---
@@ -2029,8 +2041,9 @@ def record(argv: Sequence[str], recorder: Recorder) -> int:
 
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
-IMAGE_FILES = ("claude-settings.json", "claude.json", "codex.sh", "codex.toml", "dpkg.cfg", "gemini-settings.json",
-               "gitconfig", "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
+IMAGE_FILES = ("claude-settings.json", "claude.json", "claude.sh", "codex.sh", "codex.toml", "dpkg.cfg",
+               "gemini-settings.json", "gitconfig", "install-agents", "install-node", "install-settings",
+               "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
@@ -2060,12 +2073,11 @@ def split_build_version(version: str, tool: str) -> tuple[str, str]:
 
 
 def check_build_args(args: Mapping[str, str]) -> None:
-    """Raise SandboxError for a build argument or a tool that the Containerfile does not know."""
+    """Raise SandboxError for a build argument, a tool or an agent that the image does not know."""
     lines = asset("image/Containerfile").decode().splitlines()
     declared = {line.split()[1].partition("=")[0] for line in lines if line.startswith("ARG ")}
     known = sorted(declared.union(PROXY_VARIABLES))
-    table = asset("image/tools.txt").decode().splitlines()
-    tools = ["full", *(line.partition(":")[0] for line in table if not line.startswith("#"))]
+    tools = ["full", *tool_packages()]
     for name in args:
         if name not in known:
             raise SandboxError(f"the image has no build argument {name}{nearest(name, known)}",
@@ -2074,21 +2086,42 @@ def check_build_args(args: Mapping[str, str]) -> None:
         if tool not in tools:
             hint = f"TOOL is of {', '.join(tools)}"
             raise SandboxError(f"the image has no tool {tool!r}{nearest(tool, tools)}", hint, 2)
+    for agent in args.get("AGENTS", "claude").split(","):
+        if agent not in AGENTS:
+            hint = f"AGENTS is of {', '.join(AGENTS)}"
+            raise SandboxError(f"there is no agent {agent!r}{nearest(agent, AGENTS)}", hint, 2)
 
 
-def build_image(engine: Engine, config: Config, update_agents: bool = False) -> None:
-    """Build the image of a configuration, its progress on our terminal. Raises SandboxError."""
-    import tempfile
+def tool_packages() -> dict[str, list[str]]:
+    """The Debian packages of each tool, from tools.txt."""
+    lines = asset("image/tools.txt").decode().splitlines()
+    return {line.partition(":")[0]: line.partition(":")[2].split() for line in lines if not line.startswith("#")}
 
+
+def build_image(engine: Engine, config: Config, update_agents: bool = False, agents: Sequence[str] = ()) -> None:
+    """Build the image of a configuration, or with these agents, its progress on our terminal. Raises SandboxError."""
     given = dict(item.split("=", 1) for item in config.all("imageBuildArgs"))
     version, tool = split_build_version(config.get("imageVersion"), given.get("TOOL", ""))
-    args = {**given, "TOOL": tool}
-    check_build_args(args)
     tag = f"{config.get('imageName')}:{version}"
+    before = Image(engine, tag)
+    chosen = ",".join(agents or (before.agents if update_agents else ()) or AGENTS)
+    chosen = given["AGENTS"] if given.get("AGENTS") and not agents else chosen
+    args = {**given, "TOOL": tool, "AGENTS": chosen, "AGENTS_UPDATED": agents_stamp(before, update_agents)}
+    check_build_args(args)
     args["BASE"] = given.get("BASE") or base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
-    stamp = agents_stamp(engine, tag, update_agents)
-    args["AGENTS_UPDATED"] = stamp
-    argv = [engine.name, "build", "--force-rm", "-t", tag, "--label", f"sandbox.agents={stamp}"]
+    status = call_build(engine, tag, args)
+    if status:
+        raise SandboxError(f"{engine.name} build ended with status {status}", "see its messages above", 125)
+    before.remove_untagged()
+    say(f"built {tag}; sessions that exist keep the image they were created from")
+
+
+def call_build(engine: Engine, tag: str, args: Mapping[str, str]) -> int:
+    """Build from the files of static/image/; the status."""
+    import tempfile
+
+    argv = [engine.name, "build", "--force-rm", "-t", tag, "--label", f"sandbox.agents={args['AGENTS_UPDATED']}",
+            "--label", f"sandbox.programs={args['AGENTS']}"]
     for name, value in args.items():
         argv += ["--build-arg", f"{name}={value}"]
     for name in PROXY_VARIABLES:
@@ -2100,10 +2133,7 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False) -> 
             with open(os.path.join(context, name), "wb") as file:
                 file.write(host_ca_bundle() if name == "ca.crt" else asset(f"image/{name}"))
                 os.fchmod(file.fileno(), 0o644)  # the mode goes into the image
-        status = call([*argv, "-f", os.path.join(context, "Containerfile"), context])
-    if status:
-        raise SandboxError(f"{engine.name} build ended with status {status}", "see its messages above", 125)
-    say(f"built {tag}; sessions that exist keep the image they were created from")
+        return call([*argv, "-f", os.path.join(context, "Containerfile"), context])
 
 
 def host_ca_bundle() -> bytes:
@@ -2115,14 +2145,29 @@ def host_ca_bundle() -> bytes:
     return b""
 
 
-def agents_stamp(engine: Engine, tag: str, update: bool) -> str:
+class Image:
+    """An image as the engine has it, which may be not at all: its id, and what its labels say of its agents."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        labels = '{{.Id}} {{index .Config.Labels "sandbox.agents"}} {{index .Config.Labels "sandbox.programs"}}'
+        status, out, _ = engine.output("image", "inspect", "--format", labels, name).result()
+        self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split(" ", 2)
+        self.stamp = stamp if stamp.isdigit() else ""
+        self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))  # () where it does not say
+
+    def remove_untagged(self) -> None:
+        """Remove an image whose name a new one has taken, unless it has another or a session needs it."""
+        status, tags, _ = self.engine.output("image", "inspect", "--format", "{{.RepoTags}}", self.id).result()
+        if not status and tags.strip() == "[]":
+            self.engine.output("image", "rm", self.id).result()
+
+
+def agents_stamp(image: Image, update: bool) -> str:
     """What the agents' layer is cached by: the existing image's, or a new one."""
     import time
 
-    label = '{{index .Config.Labels "sandbox.agents"}}'
-    status, out, _ = engine.output("image", "inspect", "--format", label, tag).result()
-    known = out.strip() if not status and out.strip().isdigit() else ""
-    return known if known and not update else str(int(time.time()) // (1 if update else 86400))
+    return image.stamp if image.stamp and not update else str(int(time.time()) // (1 if update else 86400))
 
 
 def base_image(engine: Engine, mirror: Sequence[str]) -> str:
@@ -2134,22 +2179,24 @@ def base_image(engine: Engine, mirror: Sequence[str]) -> str:
     status, _, err = engine.output("pull", "-q", BASE_IMAGE, seconds=None).result()
     if status == 0:
         return BASE_IMAGE
-    say(f"no registry gives it ({err.strip().splitlines()[-1] if err.strip() else status}): making it with debootstrap")
-    debootstrap(engine, mirror)
+    say(f"no registry gives it ({err.strip().splitlines()[-1] if err.strip() else status}): making it from a mirror")
+    make_base(engine, mirror)
     return LOCAL_BASE
 
 
-def debootstrap(engine: Engine, mirror: Sequence[str]) -> None:
+def make_base(engine: Engine, mirror: Sequence[str]) -> None:
     """Make LOCAL_BASE from the distribution's own mirror or the one given, as root. Raises SandboxError."""
     from shutil import which
 
-    if not which("debootstrap") and not os.path.exists("/usr/sbin/debootstrap"):
-        commands = install_commands("debootstrap", "debian-archive-keyring") if which("apt-get") else []
+    if not which("mmdebstrap") and not which("debootstrap", path=f"{os.environ.get('PATH', '')}:/usr/sbin"):
+        commands = install_commands("mmdebstrap", "debian-archive-keyring") if which("apt-get") else []
         note = "" if commands else f"give a base image with --iba BASE=<image>, or load {BASE_IMAGE}"
-        raise EngineProblem("debootstrap", "no registry of base images answers, and debootstrap is not installed",
+        raise EngineProblem("debootstrap", "no registry of base images answers, and mmdebstrap is not installed",
                             Remedy(commands, note=note))
-    script = asset("image/make-base").decode()
-    if call(["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), *mirror]):
+    script, dpkg_cfg = (asset(f"image/{name}").decode() for name in ("make-base", "dpkg.cfg"))
+    packages = ",".join(tool_packages()["common"])
+    if call(["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), packages, dpkg_cfg,
+             *mirror]):
         raise SandboxError(f"the base image {LOCAL_BASE} could not be made", "see the messages above", 125)
 
 
@@ -2755,12 +2802,13 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
 
 def check_image(engine: Engine, config: Config) -> list[Check]:
     """Is the image there, and do its agents start?"""
-    if engine.output("image", "inspect", config.image).result()[0]:
+    image = Image(engine, config.image)
+    if not image.id:
         error = missing_image(engine, config)
         return [Check("image", "fail", error.message, error.remedy)]
     each = '; do printf "%s " $a; { $a --version 2>/dev/null || echo missing; } | head -n 1; done'
     _, out, err = engine.output("run", "--rm", "--pull", "never", "--network", "none", "--entrypoint", "sh",
-                                config.image, "-c", f"for a in {' '.join(AGENTS)}{each}",
+                                config.image, "-c", f"for a in {' '.join(image.agents or AGENTS)}{each}",
                                 seconds=LONG_SECONDS).result()
     if not out:
         return [Check("image", "ok", config.image), Check("agents", "fail", failure(engine.name, err).message)]

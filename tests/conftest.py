@@ -126,6 +126,12 @@ class Terminal:
         start, self._seen = self._seen, at + len(text)
         return self.output[start : self._seen]
 
+    def quiet(self, seconds: float = 1) -> None:
+        """Read until nothing has come for this long, as of a program that has drawn its screen and waits."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and self._read(time.monotonic() + seconds):
+            pass
+
     def unread(self) -> str:
         return self.output[self._seen :]
 

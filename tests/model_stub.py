@@ -9,11 +9,13 @@ as the agents use, on 127.0.0.1. The answer shows that the prompt has made the r
     … run: <command>  -> a call of the agent's shell tool, then: pong tool <its output>
     recall            -> pong <the first 40 characters of the prompt before this one>
 
+GET /asked/<prompt> answers as soon as that has been the prompt of a request, or after a while with a 404.
 Each request is one line on stderr.
 """
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +24,7 @@ from typing import Any
 Json = Any
 
 PROMPT_CHARS = 40
+ASKED_SECONDS = 30.0
 OUTPUT_CHARS = 400
 
 # Codex gives its own models one tool, which runs JavaScript that calls the others.
@@ -38,6 +41,10 @@ SHELL_TOOLS: dict[str, Callable[[str], dict[str, Json]]] = {
 }
 
 
+seen: set[str] = set()
+seen_more = threading.Condition()
+
+
 @dataclass
 class Reply:
     """What the model says: a text, or a call of `tool`."""
@@ -52,6 +59,9 @@ def reply(prompts: list[str], output: str | None, tools: list[str]) -> Reply:
     if output is not None:
         return Reply(f"pong tool {output.strip()[-OUTPUT_CHARS:]}")
     *earlier, prompt = map(unquoted, ["", *filter(None, prompts)])
+    with seen_more:
+        seen.add(prompt)
+        seen_more.notify_all()
     if prompt == "recall":
         prompt = earlier[-1]
     _, asked, command = prompt.partition("run: ")
@@ -290,6 +300,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if "Upgrade" in self.headers:  # Codex tries a WebSocket first
             return self.send_error(426)
+        _, found, prompt = self.path.partition("/asked/")
+        if found:
+            with seen_more:
+                if not seen_more.wait_for(lambda: prompt in seen, ASKED_SECONDS):
+                    return self.send_error(404)
         self.answer(b'{"object": "list", "data": [], "models": []}', "application/json")
 
     do_HEAD = do_GET

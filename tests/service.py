@@ -237,6 +237,12 @@ class Screen:
         self.at = found + len(wanted)
         return bytes(self.output[start : self.at])
 
+    def quiet(self, seconds: float = 1) -> None:
+        """Read until nothing has come for this long."""
+        with suppress(TimeoutError):
+            while True:
+                self.receive(seconds)
+
     def message(self, type: str) -> Any:
         """The next control message of a type."""
         while True:

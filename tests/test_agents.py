@@ -10,8 +10,10 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 from conftest import ROOT, USER, Engine, Result, Terminal, unique_name, write_config
 from network import Guarded
 from outside import PUBLIC
-from service import Service
+from service import Screen, Service
 from test_engines import container_names
 
 from sandbox import AGENTS
@@ -107,27 +109,28 @@ class Session:
     def run(self, *args: str) -> Result:
         return self.engine.sandbox("run", "-n", self.name, *args, **self.where())
 
-    def pty(self, *args: str) -> Terminal:
-        return self.engine.pty("run", "-n", self.name, *args, **self.where())
+    def pty(self, *args: str, below: str = "") -> Terminal:
+        """Run on a terminal, in the project or a directory below it."""
+        return self.engine.pty("run", "-n", self.name, *args, **self.where() | {"cwd": self.project / below})
 
     def where(self) -> dict[str, Any]:
         return {"cwd": self.project, "home": self.home, "user": self.user}
 
 
-def write_stub_config(engine: Engine, home: Path) -> None:
-    """Let all sessions start the stub and ask it, and nobody else."""
+def write_stub_config(engine: Engine, home: Path, volumes: Iterable[str] = (), without: str = "^$") -> None:
+    """Let all sessions start the stub and ask it, and nobody else; `without`: variables to leave out."""
     stub = engine.area / "model_stub.py"
     if not stub.exists():
         shutil.copy(ROOT / "tests" / "model_stub.py", stub)
         stub.chmod(0o644)
     env_file = home / "stub.env"
-    env_file.write_text(ENV_FILE)
+    env_file.write_text("".join(line for line in ENV_FILE.splitlines(True) if not re.search(without, line)))
     write_config(
         home,
         imageName=IMAGE.partition(":")[0],
         network="none",
         envFile=[str(env_file)],
-        volumes=[f"{stub}:/model_stub.py:ro"],
+        volumes=[f"{stub}:/model_stub.py:ro", *volumes],
         autostart=f"python3 /model_stub.py {PORT}",
     )
 
@@ -287,6 +290,120 @@ def settle() -> None:
     time.sleep(1)
 
 
+# --- Ready for a prompt ---
+# An agent that asks something first (whether it may trust the directory, use a key, skip permissions) takes what is
+# typed for the answer, so nothing but a prompt makes the typed text arrive at the model.
+
+
+def make_projects(session: Session) -> None:
+    """A repository with a subdirectory, and a worktree of it, in the session's project."""
+    project = session.project
+    (project / "repo" / "sub").mkdir(parents=True)
+    commit = "-c user.name=nobody -c user.email=nobody@example.org commit -qm Begin --allow-empty"
+    for words in ("init -q", commit, "worktree add -q ../tree"):
+        subprocess.run(["git", *words.split()], cwd=project / "repo", check=True)
+    stat = project.stat()
+    subprocess.run(["chown", "-R", f"{stat.st_uid}:{stat.st_gid}", project], check=True)
+
+
+def prompt_agents(start: Callable[[str], Terminal], asked: Callable[[str], Result]) -> None:
+    """Start all agents side by side; what is then typed into each arrives at its model."""
+
+    def prompt_one(agent: str) -> None:
+        prompt = unique_name()
+        with start(agent) as terminal:
+            type_prompt(terminal, agent, prompt)
+            answer = asked(f"{STUB}/asked/{prompt}")
+            assert answer.returncode == 0, f"{agent} did not send the prompt: {terminal.output!r}"
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(prompt_one, ONCE))
+
+
+def type_prompt(screen: Terminal | Screen, agent: str, prompt: str) -> None:
+    """Wait for the agent's prompt, type, and press Enter: keys get lost while an agent draws its first screen."""
+    send = screen.send if isinstance(screen, Terminal) else screen.type
+    screen.expect(SCREENS[agent][0])
+    screen.quiet()
+    send(prompt)
+    screen.expect(prompt)
+    screen.quiet()  # an Enter that follows at once is one of a pasted text
+    send("\r")
+
+
+@pytest.fixture(scope="module")
+def projects(session: Session) -> Session:
+    make_projects(session)
+    return session
+
+
+def ask(session: Session, url: str) -> Result:
+    return session.run("-x", f"curl -sf {url}")
+
+
+@on_docker
+@pytest.mark.parametrize("below", ["repo", "repo/sub", "tree"])
+def test_in_a_repository_every_agent_waits_for_a_prompt(projects: Session, below: str) -> None:
+    prompt_agents(lambda agent: projects.pty("-y", agent, below=below), partial(ask, projects))
+
+
+# What a person has on the host: each file as the agent itself writes it, with a question that it would ask anew.
+OWN_FILES = {
+    ".claude/settings.json": '{"model": "opus"}',
+    ".claude/.credentials.json": json.dumps({"claudeAiOauth": {
+        "accessToken": "stub", "refreshToken": "stub", "expiresAt": 4102444800000,
+        "scopes": ["user:inference", "user:profile"], "subscriptionType": "max"}}),
+    ".gemini/settings.json": json.dumps({"security": {
+        "auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": True}}, "ui": {"theme": "GitHub"}}),
+    ".codex/auth.json": '{"OPENAI_API_KEY": "stub", "tokens": null, "last_refresh": null}',
+    ".codex/config.toml": f'openai_base_url = "{STUB}/v1"\n\n[projects."/elsewhere"]\ntrust_level = "untrusted"\n',
+    ".config/opencode/opencode.json": json.dumps({"$schema": "https://opencode.ai/config.json", **OPENCODE}),
+    ".local/share/opencode/auth.json": '{"stub": {"type": "api", "key": "stub"}}',
+}  # fmt: skip
+OWN_VARIABLES = "ANTHROPIC_AUTH_TOKEN|OPENAI|OPENCODE"
+
+
+@on_docker
+def test_with_own_credentials_and_settings_every_agent_waits_for_a_prompt(engine: Engine, image: str) -> None:
+    """They stay as they are, mounted writable. The repository is mounted at another path, with --cp."""
+    own = engine.directory()
+    for path, text in OWN_FILES.items():
+        (own / path).parent.mkdir(parents=True, exist_ok=True)
+        (own / path).write_text(text)
+    session = Session(engine, unique_name(), engine.directory(), engine.directory(), engine.user)
+    write_stub_config(engine, session.home, [f"{own / path}:/home/agent/{path}" for path in OWN_FILES], OWN_VARIABLES)
+    make_projects(session)
+    session.project /= "repo"
+    made = session.run("--cp", "/srv/work", "-x", STUB_ANSWERS)
+    assert made.returncode == 0, made.stderr
+    prompt_agents(lambda agent: session.pty("-y", agent), partial(ask, session))
+    assert {path: (own / path).read_text() for path in OWN_FILES} == OWN_FILES
+
+
+@on_docker
+def test_claude_code_uses_the_key_that_it_was_given(projects: Session) -> None:
+    key = ["-e", "ANTHROPIC_AUTH_TOKEN=", "-e", "ANTHROPIC_API_KEY=sk-ant-stub-0123456789-0123456789"]
+    prompt = unique_name()
+    with projects.pty(*key, "-y", "c", below="repo") as terminal:
+        type_prompt(terminal, "c", prompt)
+        assert ask(projects, f"{STUB}/asked/{prompt}").returncode == 0, terminal.output
+
+
+@on_docker
+@each_agent
+def test_the_agent_button_opens_a_prompt(engine: Engine, image: str, service: Service, name: str, agent: str) -> None:
+    write_stub_config(engine, engine.home)
+    subprocess.run(["git", "init", "-q", engine.project], check=True)
+    service.create(name, agent=agent)
+    assert service.ended(service.job(name, STUB_ANSWERS))["exit"] == 0
+    prompt = unique_name()
+    with service.terminal(name, "run=agent&rows=30&cols=100") as screen:
+        type_prompt(screen, agent, prompt)
+        asked = service.ended(service.job(name, f"curl -sf {STUB}/asked/{prompt}"))
+        screen.quiet()
+        assert asked["exit"] == 0, bytes(screen.output)
+
+
 # --- Agents in the web service's AGENT mode ---
 
 # The page's own reader of the events: each line of its input is [stream, text], its output the blocks that it makes.
@@ -421,6 +538,16 @@ def test_an_agent_reaches_its_model_through_the_proxy(guarded: Guarded, agent: s
     words = ("run", "-n", guarded.name, "-y", agent, "--", *ONCE[agent].split(), prompt)
     answer = guarded.engine.sandbox(*words, **guarded.where)
     assert answer.returncode == 0 and f"pong {prompt}" in answer.stdout, answer.stdout + answer.stderr
+
+
+@on_docker
+def test_with_an_allowlist_every_agent_waits_for_a_prompt(guarded: Guarded) -> None:
+    repository = guarded.project / "repo"
+    subprocess.run(["git", "init", "-q", repository], check=True)
+    subprocess.run(["chown", "-R", USER, repository], check=True)
+    where = guarded.where | {"cwd": repository}
+    prompt_agents(lambda agent: guarded.engine.pty("run", "-n", guarded.name, "-y", agent, **where),
+                  lambda url: guarded.run(f"curl -sf {url.replace(STUB, f'http://{MODEL}')}"))  # fmt: skip
 
 
 @on_docker

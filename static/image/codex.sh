@@ -18,4 +18,9 @@ if [ -n "$OPENAI_API_KEY" ]; then
         (umask 077 && mkdir -p "$home" && printf '{"OPENAI_API_KEY": "%s"}\n' "$OPENAI_API_KEY" > "$home/auth.json")
     fi
 fi
+
+# It asks whether the directory is trusted, unless its configuration says so; what the person's own says, counts.
+directory=$(pwd -P | sed 's/[\\"]/\\&/g')
+grep -qsF "[projects.\"$directory\"]" "$home/config.toml" ||
+    set -- -c "projects={\"$directory\"={trust_level=\"trusted\"}}" "$@"
 exec /opt/agents/bin/codex "$@"
