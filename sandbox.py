@@ -35,6 +35,7 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 PIDS_LIMIT = 4096
 STARTUP_SECONDS = 30
+FULL_BYTES = 50_000_000
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
 RESIZE_AGAIN_SECONDS = 0.5
 ENVIRONMENT_BYTES = 128 * 1024 - 16  # the kernel's limit for one string of an environment
@@ -856,7 +857,7 @@ def engine_packages(name: str) -> list[str]:
     if name == "podman":
         return ["podman", "uidmap", "slirp4netns"]
     with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
-        if "/usr/bin/docker" not in file.read().split("\n"):
+        if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
             return ["docker-cli"]  # a package of its own from Debian 13 on, that docker.io only recommends
     return ["docker.io"]
 
@@ -1952,6 +1953,8 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False) -> 
     """Build the image of a configuration, its progress on our terminal. Raises SandboxError."""
     import tempfile
 
+    if engine.name == "podman":
+        check_podman(engine)
     given = dict(item.split("=", 1) for item in config.all("imageBuildArgs"))
     version, tool = split_build_version(config.get("imageVersion"), given.get("TOOL", ""))
     args = {**given, "TOOL": tool}
@@ -1974,8 +1977,22 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False) -> 
                 os.fchmod(file.fileno(), 0o644)  # the mode goes into the image
         status = call([*argv, "-f", os.path.join(context, "Containerfile"), context])
     if status:
-        raise SandboxError(f"{engine.name} build ended with status {status}", "see its messages above", 125)
+        raise build_failure(engine, status)
     say(f"built {tag}; sessions that exist keep the image they were created from")
+
+
+def build_failure(engine: Engine, status: int) -> SandboxError:
+    """What has ended a build, as far as this machine shows it."""
+    facts = {"docker": "{{.DockerRootDir}}", "podman": "{{.Store.GraphRoot}}"}
+    root = engine.output("info", "--format", facts[engine.name]).result()[1].strip()
+    with suppress(OSError):  # it may be another machine's
+        stat = os.statvfs(root)
+        if stat.f_bavail * stat.f_frsize < FULL_BYTES:
+            return SandboxError(f"{engine.name} build found no space left at {root}", HINTS["no space left"], 125)
+    tables = "nft" if version_numbers(engine.version) >= (5,) else "iptables"
+    if engine.name == "podman" and os.getuid() == 0 and not program(tables):
+        return problem("helper", "podman", f"podman could not find {tables}, without which a container has no network")
+    return SandboxError(f"{engine.name} build ended with status {status}", "see its messages above", 125)
 
 
 def host_ca_bundle() -> bytes:
@@ -2629,8 +2646,7 @@ for a; do echo "$a $(cat version-$a)"; done"""
 def check_image(engine: Engine, config: Config) -> list[Check]:
     """Is the image there, does a container of it get a network, and do its agents start?"""
     if engine.output("image", "inspect", config.image).result()[0]:
-        error = missing_image(engine, config)
-        return [Check("image", "fail", error.message, error.remedy)]
+        return [failed_check("image", missing_image(engine, config))]
     create = ("run", "--rm", "--pull", "never", "--entrypoint", "sh")
     connected = engine.output(*create, "--init", config.image, "-c", ":")
     _, out, err = engine.output(*create, "--network", "none", config.image, "-c", VERSIONS_SCRIPT, "sh",
@@ -2973,6 +2989,8 @@ def usage() -> str:
 
 def dispatch(argv: Sequence[str]) -> int:
     """Parse the command line with the one parser it needs, and carry it out."""
+    import errno
+
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -2995,6 +3013,11 @@ def dispatch(argv: Sequence[str]) -> int:
         if command != "run" and error.code == 125:  # which is the engine's of a run only
             error.code = 1
         raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        message = f"{error.filename or 'output'}: {error.strerror}"
+        raise SandboxError(message, HINTS["no space left"], 125 if command == "run" else 1) from None
 
 
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
