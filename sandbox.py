@@ -963,15 +963,15 @@ def subuid_remedy() -> Remedy:
 
 
 def permission_remedy(message: str) -> Remedy:
-    """Membership of the group that a docker socket belongs to, where it belongs to one."""
+    """Membership of the group that the socket belongs to, where it belongs to one."""
     import grp
     import pwd
     import re
 
-    closed = Remedy([], note="ask an administrator for access to it, or use podman")
+    closed = Remedy([], note="ask an administrator for access to it")
     try:
-        found = re.search(r"unix://(/[^\s:\"]+)", message)
-        owner = os.stat(found[1] if found else DOCKER_SOCKET)
+        found = re.search(r"unix(?:://| )(/[^\s:\"]+)", message)
+        owner = os.stat(found[1] if found else "")
         user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(owner.st_gid)
     except (OSError, KeyError):
         return closed
@@ -1010,9 +1010,9 @@ def check_podman(engine: Engine) -> None:
 
 
 def join_group(group: str, commands: Sequence[Sequence[str]]) -> NoReturn:
-    """Enter the group of the docker socket and start ourselves again as a member of it."""
+    """Enter the group of the socket and start ourselves again as a member of it."""
     if os.environ.get("SANDBOX_REGROUPED"):
-        raise SandboxError("the docker socket is still closed to this user", "log in again", 125)
+        raise SandboxError("the engine's socket is still closed to this user", "log in again", 125)
     Remedy(commands).carry_out()
     os.environ["SANDBOX_REGROUPED"] = str(os.getgid())
     os.execvp("sg", ["sg", group, "-c", quote_all([sys.executable, *sys.orig_argv[1:]])])
@@ -2037,6 +2037,9 @@ def debootstrap(engine: Engine, mirror: Sequence[str]) -> None:
         note = "" if commands else f"give a base image with --iba BASE=<image>, or load {BASE_IMAGE}"
         raise EngineProblem("debootstrap", "no registry of base images answers, and debootstrap is not installed",
                             Remedy(commands, note=note))
+    if os.getuid() and not program("sudo"):
+        raise SandboxError("no registry of base images answers, and to make one takes root",
+                           f"ask an administrator to load {BASE_IMAGE}, or give another with --iba BASE=<image>", 125)
     script = asset("image/make-base").decode()
     if call(["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), *mirror]):
         raise SandboxError(f"the base image {LOCAL_BASE} could not be made", "see the messages above", 125)
@@ -2958,7 +2961,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "doctor": ("check what a run needs, and mend it", "json fix runtime yes", cmd_doctor),
     "init": ("write a first configuration from the agents' settings found here", "force", cmd_init),
     "serve": ("run the web service, or control the one in the background", "address serverUser serverPass profile"
-              " background stop restart cert key allowedHosts runtime", cmd_serve),
+              " background stop restart cert key allowedHosts runtime yes", cmd_serve),
     "completion": ("print a completion script for a shell", "shell", cmd_completion),
 }
 

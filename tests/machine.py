@@ -24,7 +24,9 @@ mkdir /mnt/upper /mnt/work /mnt/root
 mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root
 cd /mnt/root
 # The engines keep their containers in an overlay, which cannot lie on another.
-for directory in run var/log var/lib/docker var/lib/containers home; do mount -t tmpfs -o mode=755 tmpfs $directory; done
+for directory in run var/log var/lib/docker var/lib/containers home; do
+  mount -t tmpfs -o mode=755 tmpfs $directory
+done
 mount --bind "$tests" ".$tests"
 mount -t proc proc proc
 mount --rbind /sys sys
@@ -33,7 +35,6 @@ pivot_root . mnt
 cd /
 umount -l /mnt
 rm -rf /etc/apt/sources.list* /var/lib/apt/lists /usr/local/bin/docker /etc/docker
-rm -f /usr/sbin/policy-rc.d
 printf '#!/bin/sh\\nexit 101\\n' >/usr/sbin/policy-rc.d
 chmod 755 /usr/sbin/policy-rc.d
 echo "deb [trusted=yes] file:$tests/packages ./" >/etc/apt/sources.list

@@ -4,13 +4,12 @@
 """
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, USER, Engine, Result
+from conftest import IMAGE, PYTHON, USER, Engine, Result
 from machine import Machine, own_machine
 
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True)
@@ -270,7 +269,8 @@ def test_no_user_ids_for_rootless_podman(podman: Machine) -> None:
     built = podman.sandbox("build", "--yes", user=USER)  # which comes no further than to a base image
     assert built.returncode == 1 and "sandbox: run: sudo usermod" in built.stderr
     assert doctor(podman, user=USER)["daemon"]["status"] == "ok"
-    assert podman.must("podman", "unshare", "cat", "/proc/self/uid_map", user=USER).split()[3:] == ["1", "301000", "65536"]
+    ids = podman.must("podman", "unshare", "cat", "/proc/self/uid_map", user=USER).split()
+    assert ids[3:] == ["1", "301000", "65536"]
 
 
 # --- The image ---
@@ -303,10 +303,35 @@ def test_no_room_for_what_a_build_needs(machine: Machine) -> None:
 def test_no_debootstrap(machine: Machine) -> None:
     machine.runtime = "docker"
     machine.start_dockerd()
-    machine.remove("debootstrap")
+    machine.remove("debootstrap", "mmdebstrap")
     (machine.engine.home / "sandbox.json").write_text("{}")
     built = machine.sandbox("build")
-    assert built.returncode == 1 and f"{INSTALL} debootstrap" in built.stderr.splitlines()[-1], built.stderr
+    hint = built.stderr.splitlines()[-1]
+    assert built.returncode == 1 and INSTALL in hint and "debian-archive-keyring" in hint, built.stderr
+
+
+def test_a_base_image_takes_root(machine: Machine) -> None:
+    machine.remove("docker.io")
+    machine.own_project()
+    (machine.engine.home / "sandbox.json").write_text("{}")
+    ran = machine.sandbox("run", "--yes", "-x", "true", user=USER)
+    assert ran.returncode == 125, ran.stderr
+    assert ran.stderr.splitlines()[-1].startswith("  ask an administrator to load debian:"), ran.stderr
+
+
+# --- The web service ---
+
+
+def test_a_python_without_its_virtual_environments(machine: Machine) -> None:
+    """Debian has ensurepip in a package of its own, and so the remedy begins with it."""
+    version = machine.must(PYTHON, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
+    machine.remove(f"python{version}-venv")
+    machine.must("sh", "-c", f"cp -r {machine.engine.area}/app /app && rm -r /app/websockets")
+    served = machine.run(PYTHON, "-S", "/app", "serve")
+    assert (served.returncode, served.stdout) == (1, "")
+    install, make, fill = served.stderr.splitlines()[-1].rsplit(" && ", 2)
+    assert install.endswith(f"{INSTALL} python{version}-venv")
+    assert make.endswith("/venv") and fill.endswith("'websockets>=13'")
 
 
 # --- The doctor ---
