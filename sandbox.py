@@ -37,6 +37,8 @@ PIDS_LIMIT = 4096
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
+FULL_BYTES = 50_000_000
+GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
 RESIZE_AGAIN_SECONDS = 0.5
 ENVIRONMENT_BYTES = 128 * 1024 - 16  # the kernel's limit for one string of an environment
 MINIMUM_VERSION = {"docker": (20, 10), "podman": (4, 0)}
@@ -129,7 +131,7 @@ class NotBegun(SandboxError):
 
 
 class EngineProblem(SandboxError):
-    """A failure of the engine that has a known remedy; `kind` is a key of REMEDIES."""
+    """A failure with a known remedy; `kind` says which one it is."""
 
     def __init__(self, kind: str, message: str, remedy: Remedy) -> None:
         super().__init__(message, remedy.text(), 125)
@@ -903,6 +905,13 @@ SYMPTOMS = {
     "image": ("no such image", "image not known", "unable to find image"),
 }
 
+# Programs that podman starts, with the package that has each on Debian; elsewhere it is named as the program.
+HELPERS = {
+    "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns", "pasta": "passt",
+    "nft": "nftables", "iptables": "iptables", "netavark": "netavark", "aardvark-dns": "aardvark-dns",
+    "catatonit": "catatonit", "conmon": "conmon", "crun": "crun", "runc": "runc",
+}
+NOT_FOUND = ("not found", "could not find", "no such file", "unable to execute")
 
 # What to do about failures that belong to the call and not to the engine.
 HINTS = {
@@ -911,8 +920,8 @@ HINTS = {
     "already allocated": "choose another host port",
     "already in use": "choose another host port",
     "no space left": "make room: sandbox doctor shows the disk",
-    "newuidmap": "install the package uidmap",
-    "no subuid ranges": "as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 <user>",
+    "docker host": "correct DOCKER_HOST, or unset it",
+    "context": "correct DOCKER_CONTEXT, or run: docker context use default",
     "not a directory": "give a directory",
     "is restarting": "its proxy does not start: sandbox net log <name>",
     'exec: "python3"': "an allowlist needs an image with the proxy: sandbox build",
@@ -924,9 +933,21 @@ HINTS = {
 
 
 def diagnose(stderr: str) -> str:
-    """Which of SYMPTOMS an engine's message is, or ''."""
+    """Which of SYMPTOMS an engine's message is, "helper" where it misses a program of its own, or ''."""
     text = stderr.lower()
-    return next((kind for kind, signs in SYMPTOMS.items() if any(sign in text for sign in signs)), "")
+    found = next((kind for kind, signs in SYMPTOMS.items() if any(sign in text for sign in signs)), "")
+    return found or ("helper" if missing_helpers(stderr) else "")
+
+
+def missing_helpers(stderr: str) -> list[str]:
+    """The programs of HELPERS that podman has not found, by its message."""
+    import re
+
+    lines = [line for line in stderr.lower().splitlines() if any(sign in line for sign in NOT_FOUND)]
+    found = [name for name in HELPERS if any(re.search(rf"(?<![\w-]){name}(?![\w-])", line) for line in lines)]
+    if found == ["netavark"] and any(line.startswith("error: netavark:") for line in lines):
+        return [name for name in ("nft", "iptables") if not program(name)]  # it does not say which one it wants
+    return found
 
 
 class Remedy:
@@ -937,11 +958,27 @@ class Remedy:
         self.commands, self.action, self.note = commands, action, note
 
     def text(self) -> str:
-        command = " && ".join(map(quote_all, self.commands))
-        return self.note if not command else f"run: {command}" + (f" ({self.note})" if self.note else "")
+        if not self.commands:
+            return self.note
+        sudo = self.needs_sudo()
+        commands = [command[1:] if sudo and command[0] == "sudo" else command for command in self.commands]
+        run = "ask an administrator to run" if sudo else "run"
+        return f"{run}: {' && '.join(map(quote_all, commands))}" + (f" ({self.note})" if self.note else "")
+
+    def needs_sudo(self) -> bool:
+        """Whether a command is root's, and there is no sudo here."""
+        return any(command[0] == "sudo" for command in self.commands) and not program("sudo")
+
+    @property
+    def offered(self) -> bool:
+        """Whether it can be carried out from here."""
+        return bool(self.commands) and not self.needs_sudo()
 
     def carry_out(self) -> None:
         """Run it. Raises SandboxError when a command fails."""
+        path = os.environ.get("PATH", os.defpath)
+        if "/usr/sbin" not in path.split(":"):
+            os.environ["PATH"] = f"{path}:{ADMIN_PATH}"  # dpkg and dockerd refuse without
         if self.action:
             self.action()
             return
@@ -949,6 +986,17 @@ class Remedy:
             status = call(command)
             if status:
                 raise SandboxError(f"{quote_all(command)} ended with status {status}", "mend that and try again", 125)
+
+
+# Where an administrator's programs are; not on everybody's PATH, nor on that of a plain `su`.
+ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
+
+
+def program(name: str) -> str:
+    """Where a program is here, '' for nowhere."""
+    from shutil import which
+
+    return which(name) or which(name, path=ADMIN_PATH) or ""
 
 
 def as_root(command: Sequence[str]) -> list[str]:
@@ -980,78 +1028,212 @@ def engine_packages(name: str) -> list[str]:
     """Packages of an engine: on Debian docker is docker.io, and rootless podman wants its helpers named."""
     from shutil import which
 
-    if name == "docker":
-        return ["docker.io"] if which("apt-get") else ["docker"]
-    return ["podman", "uidmap", "slirp4netns"] if which("apt-get") else ["podman"]
+    if not which("apt-get"):
+        return [name]
+    if name == "podman":
+        return ["podman", "uidmap", "slirp4netns"]
+    with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
+        if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
+            return ["docker-cli"]  # a package of its own from Debian 13 on, that docker.io only recommends
+    return ["docker.io"]
+
+
+DOCKER_SOCKET = "/var/run/docker.sock"
+DOCKER_LOG = "/var/log/dockerd.log"
+PID_FILES = {"dockerd": "/var/run/docker.pid", "containerd": "/var/run/docker/containerd/containerd.pid"}
+
+
+def has_docker_unit() -> bool:
+    """Whether systemd starts docker here."""
+    folders = ("/etc/systemd/system", "/lib/systemd/system", "/usr/lib/systemd/system")
+    booted = os.path.isdir("/run/systemd/system")
+    return booted and any(os.path.exists(f"{folder}/docker.service") for folder in folders)
+
+
+def may_run(name: str) -> bool:
+    """Whether a process of this name runs here, as far as we can see: others' processes may be hidden."""
+    if not os.path.exists("/proc/1/comm"):
+        return True
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            if file.read().rstrip("\n") == name:
+                return True
+    return False
+
+
+def stale_pid_files() -> list[str]:
+    """Those of a docker that was killed: the next one does not start where another process has got its pid."""
+    closed = os.path.isdir("/var/run/docker") and not os.access("/var/run/docker", os.X_OK)
+    return [path for name, path in PID_FILES.items() if not may_run(name)
+            and (os.path.exists(path) or (closed and path.startswith("/var/run/docker/")))]
 
 
 def start_commands(name: str) -> list[list[str]]:
     """How to start the engine's daemon or machine here."""
     if sys.platform == "darwin":
         return [["podman", "machine", "start"] if name == "podman" else ["open", "-a", "Docker"]]
-    if name == "podman":
-        return [["podman", "machine", "start"]]
-    if os.path.isdir("/run/systemd/system"):
+    if has_docker_unit():
         return [as_root(["systemctl", "start", "docker"])]
-    return [as_root(["sh", "-c", "setsid dockerd >/var/log/dockerd.log 2>&1 </dev/null &"])]
+    stale = stale_pid_files()
+    return [*([as_root(["rm", "-f", *stale])] if stale else []),
+            as_root(["sh", "-c", f"setsid dockerd >>{DOCKER_LOG} 2>&1 </dev/null &"])]
 
 
 def remedy_for(kind: str, name: str, message: str) -> Remedy:
     """The one remedy for a problem of an engine that was met with this message."""
-    from shutil import which
-
     if kind == "engine":
+        from shutil import which
+
         # An ordinary user is best served by podman: no daemon, no group that is as good as root.
         engine = name or ("docker" if os.getuid() == 0 and which("apt-get") else "podman")
         commands = install_commands(*engine_packages(engine))
         return Remedy(commands, note="" if commands else "install docker or podman")
     if kind == "permission":
-        import pwd
-
-        user = pwd.getpwuid(os.getuid()).pw_name
-        return Remedy([as_root(["usermod", "-aG", "docker", user])], lambda: join_docker_group(user),
-                      "and log in again; members of the group are as good as root")
+        return permission_remedy(message)
+    if kind == "helper":
+        return helper_remedy(missing_helpers(message))
     if kind == "daemon":
-        if sys.platform != "darwin" and "/var/run/docker.sock" not in message:
-            setting = "DOCKER_HOST or the docker context" if name == "docker" else "CONTAINER_HOST"
-            return Remedy([], note=f"start the {name} that is meant, or correct {setting}")
-        return Remedy(start_commands(name), lambda: start_daemon(name))
+        if sys.platform != "darwin" and DOCKER_SOCKET not in message:
+            return Remedy([], note=f"start the {name} that is meant, or correct {address_setting(name)}")
+        commands = start_commands(name)
+        return Remedy(commands, lambda: start_daemon(name, commands))
     return Remedy(install_commands(*engine_packages(name)), note=f"upgrade {name}")
 
 
-def problem(kind: str, name: str, message: str) -> EngineProblem:
+def address_setting(name: str) -> str:
+    """What tells the client of an engine where to find it."""
+    if name == "podman":
+        return "CONTAINER_HOST"
+    return "DOCKER_HOST" if os.environ.get("DOCKER_HOST") else "the docker context"
+
+
+def helper_remedy(helpers: Iterable[str]) -> Remedy:
+    from shutil import which
+
+    packages = dict.fromkeys(HELPERS[name] if which("apt-get") else name for name in helpers)
+    commands = install_commands(*packages)
+    return Remedy(commands, note="" if commands else f"install {' '.join(packages)}")
+
+
+NO_SUBUIDS = "podman has no user ids for its containers: /etc/subuid and /etc/subgid do not name this user"
+
+
+def subuid_remedy() -> Remedy:
+    """A range of user and group ids that nobody else has."""
+    import pwd
+
+    end = 100000
+    for path in ("/etc/subuid", "/etc/subgid"):
+        with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                _, *numbers = line.strip().split(":")
+                if len(numbers) == 2 and all(map(str.isdecimal, numbers)):
+                    end = max(end, sum(map(int, numbers)))
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return Remedy([], note="use a user that has a name")
+    given = f"{end}-{end + 65535}"
+    add = ["usermod", "--add-subuids", given, "--add-subgids", given, user]
+    return Remedy([as_root(add), ["podman", "system", "migrate"]])
+
+
+def permission_remedy(message: str) -> Remedy:
+    """Membership of the group that the socket belongs to, where it belongs to one."""
+    import grp
+    import pwd
+    import re
+
+    closed = Remedy([], note="ask an administrator for access to it")
+    try:
+        found = re.search(r"unix(?:://| )(/[^\s:\"]+)", message)
+        owner = os.stat(found[1] if found else "")
+        user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(owner.st_gid)
+    except (OSError, KeyError):
+        return closed
+    if not owner.st_gid or not owner.st_mode & 0o020 or not program("sg"):
+        return closed
+    if user in group.gr_mem:
+        return Remedy([["newgrp", group.gr_name]], lambda: join_group(group.gr_name, []),
+                      "or log in again: you have become a member of the group since you did")
+    commands = [as_root(["usermod", "-aG", group.gr_name, user])]
+    return Remedy(commands, lambda: join_group(group.gr_name, commands),
+                  "and log in again; members of the group are as good as root")
+
+
+def problem(kind: str, name: str, message: str, wanted: str = "docker") -> EngineProblem:
+    """A problem of an engine with its remedy; `wanted` is the engine that was asked for, '' for any."""
+    if kind == "daemon" and name == "docker" and DOCKER_SOCKET in message and sys.platform != "darwin":
+        if not (program("dockerd") or has_docker_unit()):
+            message += "\nonly the client of docker is installed here: there is no dockerd"
+            return EngineProblem("engine", message, remedy_for("engine", wanted, message))
     return EngineProblem(kind, message, remedy_for(kind, name, message))
 
 
-def join_docker_group(user: str) -> NoReturn:
-    """Enter the group of the docker socket and start ourselves again as a member of it."""
+def check_podman(engine: Engine) -> None:
+    """Ask podman for what its containers need on this machine. Raises EngineProblem where it lacks a helper."""
+    import json
+
+    host = json.loads(engine.ask("info", "--format", "json"))["host"]
+    if host.get("serviceIsRemote") or not host["security"]["rootless"]:
+        return
+    if len(host["idMappings"]["uidmap"] or []) < 2:
+        raise EngineProblem("helper", NO_SUBUIDS, subuid_remedy())
+    network = host.get("rootlessNetworkCmd") or "slirp4netns"
+    if not (host.get(network) or {}).get("executable", "?"):
+        message = f"podman could not find {network}, without which a container has no network"
+        raise problem("helper", "podman", message)
+
+
+def join_group(group: str, commands: Sequence[Sequence[str]]) -> NoReturn:
+    """Enter the group of the socket and start ourselves again as a member of it."""
     if os.environ.get("SANDBOX_REGROUPED"):
-        raise SandboxError("the docker socket is still closed to this user", "log in again", 125)
-    Remedy([as_root(["usermod", "-aG", "docker", user])]).carry_out()
+        raise SandboxError("the engine's socket is still closed to this user", "log in again", 125)
+    Remedy(commands).carry_out()
     os.environ["SANDBOX_REGROUPED"] = str(os.getgid())
-    os.execvp("sg", ["sg", "docker", "-c", quote_all([sys.executable, *sys.orig_argv[1:]])])
+    os.execvp("sg", ["sg", group, "-c", quote_all([sys.executable, *sys.orig_argv[1:]])])
 
 
-def start_daemon(name: str) -> None:
-    """Start the daemon and wait until it answers."""
+def start_daemon(name: str, commands: Sequence[Sequence[str]]) -> None:
+    """Start the daemon and wait until it answers. Raises SandboxError with its last words."""
     import time
 
-    Remedy(start_commands(name)).carry_out()
-    deadline = time.monotonic() + STARTUP_SECONDS
+    hint = "mend that and try again"
+    try:
+        Remedy(commands).carry_out()
+    except SandboxError as error:
+        raise SandboxError(daemon_words() + error.message, hint, 125) from None
+    began = seen = time.monotonic()
     while diagnose(Engine(name).output("ps", "-q").result()[2]) == "daemon":
-        if time.monotonic() > deadline:
-            raise SandboxError(f"{name} was started and does not answer", "see /var/log/dockerd.log", 125)
+        now = time.monotonic()
+        seen = now if may_run("dockerd") else seen
+        if now - seen > GONE_SECONDS:
+            raise SandboxError(f"{daemon_words()}{name} was started and has ended", hint, 125)
+        if now - began > STARTUP_SECONDS:
+            raise SandboxError(f"{daemon_words()}{name} was started and does not answer", hint, 125)
         time.sleep(0.2)
 
 
-def failure(name: str, stderr: str) -> SandboxError:
+def daemon_words() -> str:
+    """The last lines that docker's daemon has printed."""
+    if sys.platform == "darwin":
+        return ""
+    journal = ["journalctl", "-u", "docker", "-n", "5", "--no-pager", "-o", "cat"]
+    status, out, _ = Output(as_root(journal if has_docker_unit() else ["tail", "-n", "5", DOCKER_LOG])).result()
+    return "" if status else out
+
+
+LAST_HINT = "sandbox doctor checks the engine"
+
+
+def failure(name: str, stderr: str, wanted: str = "docker") -> SandboxError:
     """The error for a failed call: what the engine printed, and a remedy where the failure is a known one."""
     lines = [line for line in stderr.strip().splitlines() if line.strip() and "--help'" not in line]
     message = "\n".join(lines) or f"{name} failed and printed nothing"
     kind = diagnose(stderr)
     if kind and kind != "image":
-        return problem(kind, name, message)
-    hint = next((hint for sign, hint in HINTS.items() if sign in message.lower()), "sandbox doctor checks the engine")
+        return problem(kind, name, message, wanted)
+    hint = next((hint for sign, hint in HINTS.items() if sign in message.lower()), LAST_HINT)
     return SandboxError(message, hint, 125)
 
 
@@ -1063,7 +1245,9 @@ def candidates(config: Config) -> list[Engine]:
 
 def first_answer(engines: Sequence[Engine], start: Callable[[Engine], Output]) -> tuple[Engine, int, str, str]:
     """Make one call on the first engine that answers: engine, status, stdout, stderr. Raises EngineProblem."""
-    met: EngineProblem | None = None
+    met: SandboxError | None = None
+    wanted = engines[0].name if len(engines) == 1 else ""
+    broken = ""
     for engine in engines:
         try:
             status, out, err = start(engine).result()
@@ -1074,15 +1258,16 @@ def first_answer(engines: Sequence[Engine], start: Callable[[Engine], Output]) -
             if asked:
                 asked.end(9)
             met = met or error
+        except OSError as error:  # not a program that this machine can run
+            broken += f"{program(engine.name) or engine.name}: {error.strerror}\n"
             continue
         if out.startswith("!"):  # docker info gives its daemon's failure as data, and some versions end with 0
             status, err = 1, out[1:]
         if not status or diagnose(err) in ("", "image"):
             return engine, status, out, err
-        met = met or problem(diagnose(err), engine.name, failure(engine.name, err).message)
-    wanted = engines[0].name if len(engines) == 1 else ""
+        met = met or failure(engine.name, err, wanted)
     message = f"{wanted} is not installed" if wanted else "neither docker nor podman is installed"
-    raise met or problem("engine", wanted, message)
+    raise met or problem("engine", wanted, broken + message)
 
 
 def pick_engine(engines: Sequence[Engine]) -> tuple[Engine, bool]:
@@ -1112,11 +1297,11 @@ def with_remedies(action: Callable[[], Any], assume_yes: bool) -> Any:
         try:
             return action()
         except EngineProblem as error:
-            if error.kind in met or not error.remedy.commands or not (assume_yes or asks()):
+            if error.hint in met or not error.remedy.offered or not (assume_yes or asks()):
                 raise
             if not agreed(error, assume_yes):
                 raise SandboxError("left as it is", code=error.code) from None
-            met.add(error.kind)
+            met.add(error.hint)
             with_remedies(error.remedy.carry_out, assume_yes)
 
 
@@ -2100,6 +2285,8 @@ def tool_packages() -> dict[str, list[str]]:
 
 def build_image(engine: Engine, config: Config, update_agents: bool = False, agents: Sequence[str] = ()) -> None:
     """Build the image of a configuration, or with these agents, its progress on our terminal. Raises SandboxError."""
+    if engine.name == "podman":
+        check_podman(engine)
     given = dict(item.split("=", 1) for item in config.all("imageBuildArgs"))
     version, tool = split_build_version(config.get("imageVersion"), given.get("TOOL", ""))
     tag = f"{config.get('imageName')}:{version}"
@@ -2111,7 +2298,7 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False, age
     args["BASE"] = given.get("BASE") or base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
     status = call_build(engine, tag, args)
     if status:
-        raise SandboxError(f"{engine.name} build ended with status {status}", "see its messages above", 125)
+        raise build_failure(engine, status)
     before.remove_untagged()
     say(f"built {tag}; sessions that exist keep the image they were created from")
 
@@ -2134,6 +2321,20 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str]) -> int:
                 file.write(host_ca_bundle() if name == "ca.crt" else asset(f"image/{name}"))
                 os.fchmod(file.fileno(), 0o644)  # the mode goes into the image
         return call([*argv, "-f", os.path.join(context, "Containerfile"), context])
+
+
+def build_failure(engine: Engine, status: int) -> SandboxError:
+    """What has ended a build, as far as this machine shows it."""
+    facts = {"docker": "{{.DockerRootDir}}", "podman": "{{.Store.GraphRoot}}"}
+    root = engine.output("info", "--format", facts[engine.name]).result()[1].strip()
+    with suppress(OSError):  # it may be another machine's
+        stat = os.statvfs(root)
+        if stat.f_bavail * stat.f_frsize < FULL_BYTES:
+            return SandboxError(f"{engine.name} build found no space left at {root}", HINTS["no space left"], 125)
+    tables = "nft" if version_numbers(engine.version) >= (5,) else "iptables"
+    if engine.name == "podman" and os.getuid() == 0 and not program(tables):
+        return problem("helper", "podman", f"podman could not find {tables}, without which a container has no network")
+    return SandboxError(f"{engine.name} build ended with status {status}", "see its messages above", 125)
 
 
 def host_ca_bundle() -> bytes:
@@ -2193,6 +2394,9 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
         note = "" if commands else f"give a base image with --iba BASE=<image>, or load {BASE_IMAGE}"
         raise EngineProblem("debootstrap", "no registry of base images answers, and mmdebstrap is not installed",
                             Remedy(commands, note=note))
+    if os.getuid() and not program("sudo"):
+        raise SandboxError("no registry of base images answers, and to make one takes root",
+                           f"ask an administrator to load {BASE_IMAGE}, or give another with --iba BASE=<image>", 125)
     script, dpkg_cfg = (asset(f"image/{name}").decode() for name in ("make-base", "dpkg.cfg"))
     packages = ",".join(tool_packages()["common"])
     if call(["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), packages, dpkg_cfg,
@@ -2781,44 +2985,60 @@ def check_config() -> Check:
     return Check("configuration", "ok", path)
 
 
+def failed_check(name: str, error: SandboxError) -> Check:
+    """The line for what `run` would end with, in the same words."""
+    remedy = error.remedy if isinstance(error, EngineProblem) else Remedy([], note=error.hint)
+    return Check(name, "fail", error.message, None if error.hint == LAST_HINT else remedy)
+
+
 def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
     """Is there an engine, may we use it, does it answer, is it recent: the first that fails ends the list."""
     names = ("engine", "permission", "daemon", "version")
     try:
         engine, rootless = pick_engine(candidates(config))
     except EngineProblem as error:
-        at = names.index("version" if error.kind == "old" else error.kind)
-        return [*(Check(n, "ok", "") for n in names[:at]), Check(names[at], "fail", error.message, error.remedy)], None
+        at = names.index({"old": "version", "helper": "daemon"}.get(error.kind, error.kind))
+        return [*(Check(n, "ok", "") for n in names[:at]), failed_check(names[at], error)], None
     except SandboxError as error:
-        return [Check("engine", "fail", error.message)], None
+        return [failed_check("engine", error)], None
     try:
-        engine.ask("info")  # what pick_engine asks podman for, it answers without touching its storage
+        if engine.name == "podman":  # what pick_engine asks it for, it answers without touching its storage
+            check_podman(engine)
     except SandboxError as error:
-        remedy = Remedy([], note=error.hint)
-        return [Check("engine", "ok", engine.name), Check("daemon", "fail", error.message, remedy)], None
+        return [Check("engine", "ok", engine.name), failed_check("daemon", error)], None
     details = (engine.name, "rootless" if rootless else "rootful", "answers", engine.version)
     return [Check(n, "ok", d) for n, d in zip(names, details, strict=True)], engine
 
 
+# Side by side, for each of them takes up to a second. Gemini CLI starts itself twice unless it is told not to.
+VERSIONS_SCRIPT = """\
+cd /tmp
+for a; do { GEMINI_CLI_NO_RELAUNCH=true $a --version 2>/dev/null || echo missing; } | head -n 1 >version-$a & done
+wait
+for a; do echo "$a $(cat version-$a)"; done"""
+
+
 def check_image(engine: Engine, config: Config) -> list[Check]:
-    """Is the image there, and do its agents start?"""
+    """Is the image there, does a container of it get a network, and do its agents start?"""
     image = Image(engine, config.image)
     if not image.id:
-        error = missing_image(engine, config)
-        return [Check("image", "fail", error.message, error.remedy)]
-    each = '; do printf "%s " $a; { $a --version 2>/dev/null || echo missing; } | head -n 1; done'
-    _, out, err = engine.output("run", "--rm", "--pull", "never", "--network", "none", "--entrypoint", "sh",
-                                config.image, "-c", f"for a in {' '.join(image.agents or AGENTS)}{each}",
-                                seconds=LONG_SECONDS).result()
+        return [failed_check("image", missing_image(engine, config))]
+    create = ("run", "--rm", "--pull", "never", "--entrypoint", "sh")
+    connected = engine.output(*create, "--init", config.image, "-c", ":", seconds=LONG_SECONDS)
+    _, out, err = engine.output(*create, "--network", "none", config.image, "-c", VERSIONS_SCRIPT, "sh",
+                                *(image.agents or AGENTS), seconds=LONG_SECONDS).result()
+    cut, _, words = connected.result()
+    checks = [Check("image", "ok", config.image),
+              failed_check("network", failure(engine.name, words)) if cut else Check("network", "ok", "")]
     if not out:
-        return [Check("image", "ok", config.image), Check("agents", "fail", failure(engine.name, err).message)]
+        return checks if cut else [*checks, failed_check("agents", failure(engine.name, err))]
     versions = out.split("\n")[:-1]
     missing = [line.split()[0] for line in versions if line.endswith("missing")]
     remedy = Remedy([[*missing_image(engine, config).remedy.commands[0], "--update-agents"]],
                     lambda: build_image(engine, config, True))
     status = "warn" if missing or not versions else "ok"
     detail = f"{', '.join(missing) or 'every agent'} does not start" if status == "warn" else "; ".join(versions)
-    return [Check("image", "ok", config.image), Check("agents", status, detail, remedy if status == "warn" else None)]
+    return [*checks, Check("agents", status, detail, remedy if status == "warn" else None)]
 
 
 def check_disk() -> Check:
@@ -2845,13 +3065,15 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     checks = diagnose_all(flags_layer(args))
     mended: set[str] = set()
     while args.fix and (args.yes or asks()):
-        broken = next((c for c in checks if c.remedy and c.remedy.commands and c.name not in mended), None)
+        broken = next((c for c in checks if c.remedy and c.remedy.offered and c.remedy.text() not in mended), None)
         if broken is None or not broken.remedy:
             break
-        mended.add(broken.name)
+        mended.add(broken.remedy.text())
         if agreed(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
             with_remedies(broken.remedy.carry_out, args.yes)
         checks = diagnose_all(flags_layer(args))
+    if args.fix and not (args.yes or asks()) and any(c.remedy and c.remedy.offered for c in checks):
+        say("nothing was changed: there is no terminal to ask on (--yes mends without asking)")
     if args.json:
         import json
 
@@ -3112,7 +3334,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "doctor": ("check what a run needs, and mend it", "json fix runtime yes", cmd_doctor),
     "init": ("write a first configuration from the agents' settings found here", "force", cmd_init),
     "serve": ("run the web service, or control the one in the background", "address serverUser serverPass profile"
-              " background stop restart cert key allowedHosts runtime", cmd_serve),
+              " background stop restart cert key allowedHosts runtime yes", cmd_serve),
     "completion": ("print a completion script for a shell", "shell", cmd_completion),
 }
 
@@ -3143,6 +3365,8 @@ def usage() -> str:
 
 def dispatch(argv: Sequence[str]) -> int:
     """Parse the command line with the one parser it needs, and carry it out."""
+    import errno
+
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -3165,6 +3389,11 @@ def dispatch(argv: Sequence[str]) -> int:
         if command != "run" and error.code == 125:  # which is the engine's of a run only
             error.code = 1
         raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        message = f"{error.filename or 'output'}: {error.strerror}"
+        raise SandboxError(message, HINTS["no space left"], 125 if command == "run" else 1) from None
 
 
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:

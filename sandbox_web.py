@@ -90,6 +90,7 @@ PING_SECONDS, SILENCE_SECONDS = 30, 75
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
 STOP_SECONDS = 15
+WEBSOCKETS_MAJOR = 13  # the oldest websockets that works
 LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it kept
 
 Params = Mapping[str, str]
@@ -2488,10 +2489,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.runtime:
         os.environ["SANDBOX_RUNTIME"] = args.runtime  # for every configuration that is read from now on
     tls = tls_context(args)
-    try:
-        import websockets.server  # noqa: F401
-    except ImportError:
-        raise SandboxError("the Python package websockets is not installed", "run: pip install websockets") from None
+    sandbox.with_remedies(need_websockets, args.yes)
     if not is_loopback(address[0]) and not tls:
         sandbox.say(f"warning: without TLS everyone on the way to {address[0]} can read the password and the terminals;"
                     " give --cert and --key, or listen on 127.0.0.1 and come through ssh -L")
@@ -2503,6 +2501,74 @@ def serve(args: argparse.Namespace) -> int:
     if background:
         return in_background(address, lambda tell: run_server(address, config, tls, record, tell))
     return run_server(address, config, tls, record, lambda line: print(line, flush=True))
+
+
+def need_websockets() -> None:
+    """Have a websockets that can be imported: the installed one, or else our own. Raises EngineProblem."""
+    import glob
+    import importlib.util
+    from shutil import which
+
+    home = os.path.join(os.path.abspath(sandbox.sandbox_home()), "venv")
+    if has_websockets():
+        return
+    # What another version of Python has installed there will do, too: its compiled parts are passed over.
+    for path in glob.glob(os.path.join(glob.escape(home), "lib", "python3.*", "site-packages")):
+        sys.path.insert(0, path)
+        if has_websockets():
+            return
+        sys.path.remove(path)
+    packages = []
+    if importlib.util.find_spec("ensurepip") is None:  # Debian has it in a package of its own
+        python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        packages = sandbox.install_commands(f"{python}-venv" if which("apt-get") else "python3-pip")
+    commands = [*packages, *venv_commands(home)]
+    raise EngineProblem("websockets", "the Python package websockets is not installed, or too old",
+                        sandbox.Remedy(commands, lambda: make_venv(home, packages)))
+
+
+def has_websockets() -> bool:
+    """Whether a websockets that is new enough can be imported; one that is too old is forgotten again."""
+    import importlib
+
+    try:
+        from websockets.server import ServerProtocol  # noqa: F401
+        from websockets.version import version
+
+        if int(version.partition(".")[0]) >= WEBSOCKETS_MAJOR:
+            return True
+    except (ImportError, ValueError):
+        pass
+    for name in [name for name in sys.modules if name.partition(".")[0] == "websockets"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    return False
+
+
+def venv_commands(home: str) -> list[list[str]]:
+    # Isolated: modules of the current directory are not ours.
+    pip = [os.path.join(home, "bin", "python"), "-I", "-m", "pip", "install", "--quiet"]
+    return [[sys.executable, "-I", "-m", "venv", home], [*pip, f"websockets>={WEBSOCKETS_MAJOR}"]]
+
+
+def make_venv(home: str, packages: Sequence[Sequence[str]]) -> None:
+    """Make our virtual environment whole, or leave nothing of it. Raises SandboxError."""
+    import shutil
+
+    sandbox.end_on_signals()
+    sandbox.Remedy(packages).carry_out()
+    partial = f"{home}.{sandbox.random_id()}"
+    env = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")}
+    try:
+        os.makedirs(os.path.dirname(home), mode=0o700, exist_ok=True)
+        for command in venv_commands(partial):
+            if status := sandbox.call(command, {**env, "PIP_USER": "0"}):
+                raise SandboxError(f"{sandbox.quote_all(command)} ended with status {status}",
+                                   "mend that and try again")
+        shutil.rmtree(home, ignore_errors=True)
+        os.rename(partial, home)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def fetch_libraries() -> None:

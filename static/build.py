@@ -3,30 +3,34 @@
     python3 static/build.py [OUT]        OUT is dist/sandbox.pyz by default
     python3 static/build.py --libraries  only fetch what the pages load from npm
 
-The libraries of the browser are those of static/package-lock.json, fetched with `npm ci` into a directory that
-goes again; the files that pages load are kept in static/ui/vendor/, with the digest of the lock file that says
-whether they are up to date. They are never committed. Building a wheel fetches them too: pyproject.toml names
-this file as hatchling's build hook.
+The libraries of the browser are those of static/package-lock.json, fetched with `npm ci`, or without npm from the
+registry itself (NPM_CONFIG_REGISTRY names another), into a directory that goes again; the files that pages load are
+kept in static/ui/vendor/, with the digest of the lock file that says whether they are up to date. They are never
+committed. Building a wheel fetches them too: pyproject.toml names this file as hatchling's build hook.
 
 In it: sandbox.py, sandbox_web.py, static/ as sandbox_static/, the pure Python part of the `websockets` that is
 installed for the running interpreter, and a __main__.py. Beside each module lies its bytecode (unchecked-hash):
 the Python version that built the file starts a third faster, any other compiles the source. Names are sorted
 and times and modes fixed, so two builds from equal sources on one interpreter are equal byte for byte.
 
-Exit status: 0, or 1 when websockets, npm or the registry is missing.
+Exit status: 0, or 1 when websockets or the registry is missing.
 """
 
 import argparse
+import base64
 import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import json
 import os
 import py_compile
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import urllib.request
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -77,7 +81,10 @@ def fetch_libraries() -> None:
         directory = Path(name)
         for file in ("package.json", "package-lock.json", ".npmrc"):
             shutil.copy(ROOT / "static" / file, directory)
-        npm_ci(directory)
+        if shutil.which("npm"):
+            npm_ci(directory)
+        else:
+            fetch_packages(directory)
         fresh = directory / "vendor"
         fresh.mkdir()
         for library in LIBRARIES:
@@ -95,19 +102,41 @@ def npm_ci(directory: Path) -> None:
     try:
         subprocess.run(argv, cwd=directory, check=True, timeout=NPM_SECONDS, text=True, stdin=subprocess.DEVNULL,
                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    except FileNotFoundError:
-        message = "the libraries of the web pages come from npm, and there is no npm\ninstall npm, and try again"
-        raise BuildError(message) from None
     except subprocess.TimeoutExpired:
         raise BuildError(f"npm ci took longer than {NPM_SECONDS} seconds\nis the registry reachable?") from None
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{error.stdout.strip()}\nnpm ci failed; is the registry reachable?") from None
 
 
+def fetch_packages(directory: Path) -> None:
+    """Fetch the packages of LIBRARIES in the lock file's versions, as `npm ci` does. Raises BuildError."""
+    registry = os.environ.get("NPM_CONFIG_REGISTRY") or "https://registry.npmjs.org"
+    lock = json.loads((directory / "package-lock.json").read_text())["packages"]
+    for package in packages():
+        entry = lock[f"node_modules/{package}"]
+        url = f"{registry.rstrip('/')}/{package}/-/{Path(package).name}-{entry['version']}.tgz"
+        try:
+            with urllib.request.urlopen(url, timeout=NPM_SECONDS) as answer:
+                data = answer.read()
+        except (OSError, ValueError) as error:
+            raise BuildError(f"{url}: {error}\nis the registry reachable? NPM_CONFIG_REGISTRY names another") from None
+        if f"sha512-{base64.b64encode(hashlib.sha512(data).digest()).decode()}" != entry["integrity"]:
+            raise BuildError(f"{url} is not what static/package-lock.json names\nuse a registry that has the original")
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            for member in archive:
+                if content := archive.extractfile(member):
+                    path = directory / "node_modules" / package / member.name.partition("/")[2]
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content.read())
+
+
+def packages() -> list[str]:
+    return sorted({"/".join(name.split("/")[: 2 if name.startswith("@") else 1]) for name in LIBRARIES})
+
+
 def licenses(modules: Path) -> str:
     """The licences that go with the copies."""
-    packages = sorted({"/".join(name.split("/")[: 2 if name.startswith("@") else 1]) for name in LIBRARIES})
-    files = [(package, path) for package in packages for path in sorted((modules / package).glob("LICENSE*"))]
+    files = [(package, path) for package in packages() for path in sorted((modules / package).glob("LICENSE*"))]
     return "\n\n".join(f"--- {package}: {path.name}\n\n{path.read_text()}" for package, path in files)
 
 

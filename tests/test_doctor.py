@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, IMAGE_NAME, PYTHON, Engine, Process, Result, Terminal, write_config
+from conftest import IMAGE, IMAGE_NAME, PYTHON, Engine, Result, write_config
+from machine import Machine, own_machine
 
 from sandbox import MINIMUM_VERSION, version_numbers
 
@@ -199,55 +200,13 @@ def test_podman_is_used_where_docker_is_closed_to_the_person(engine: Engine, hom
 
 # --- The daemon, started by us ---
 
-# A machine of its own as far as docker goes: no daemon runs there, and ours outside is out of its sight.
-OWN_MACHINE = """\
-for directory in /run /var/log /var/lib/docker; do mount -t tmpfs tmpfs $directory; done
-ip link set lo up
-echo ready
-while :; do sleep 1000; done  # a shell that waits reaps what is orphaned, as an init does"""
-
-
-class Machine:
-    """Namespaces with their own network, processes, /run and /var/lib/docker; commands run in them as root."""
-
-    def __init__(self, engine: Engine, pid: int) -> None:
-        self.engine = engine
-        self.prefix = ["nsenter", f"--target={pid}", "--mount", "--net", "--pid", "env", "-C", str(engine.project)]
-
-    def run(self, *argv: str, input: str = "") -> Result:
-        where = self.engine.where()
-        return subprocess.run([*self.prefix, *argv], input=input, capture_output=True, text=True, timeout=60, **where)
-
-    def sandbox(self, *args: str) -> Result:
-        return self.run(*self.engine.sandbox_argv(*args))
-
-    def pty(self, *args: str) -> Terminal:
-        return Terminal([*self.prefix, *self.engine.sandbox_argv(*args)], 24, 80, **self.engine.where())
-
-    def start_dockerd(self) -> None:
-        script = "dockerd >/dev/null 2>&1 & until docker ps >/dev/null 2>&1; do sleep 0.05; done"
-        assert self.run("timeout", "30", "sh", "-c", script).returncode == 0
-
-    def stop_dockerd(self) -> None:
-        script = "pid=$(cat /run/docker.pid) || exit 0; kill $pid; while [ -e /proc/$pid ]; do sleep 0.05; done"
-        assert self.run("timeout", "30", "sh", "-c", script).returncode == 0
-
-
 @pytest.fixture
 def machine(engine: Engine, project: Path, home: Path) -> Iterator[Machine]:
     """A machine that has docker and the test image, and where the daemon is down."""
-    argv = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-ec", OWN_MACHINE]
-    with Process(argv, stdout=subprocess.PIPE, text=True, start_new_session=True) as holder:
-        assert holder.stdout and holder.stdout.readline() == "ready\n"
-        init = int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text())
-        machine = Machine(engine, init)
-        image = engine.directory() / "image.tar"
-        assert engine.run("save", "-o", str(image), IMAGE).returncode == 0
-        machine.start_dockerd()
-        assert machine.run("docker", "load", "-i", str(image)).returncode == 0
-        machine.stop_dockerd()
+    with own_machine(engine) as machine:
+        machine.runtime = "docker"
+        machine.load_docker()
         yield machine
-        machine.stop_dockerd()
 
 
 @docker_only
@@ -306,7 +265,7 @@ def test_a_remedy_that_is_declined_changes_nothing(engine: Engine, home: Path, p
 def test_doctor_finds_all_well_but_an_image_without_agents(engine: Engine, home: Path) -> None:
     status, rows = doctor(engine)
     assert status == 0
-    order = ["engine", "permission", "daemon", "version", "image", "agents", "disk", "configuration"]
+    order = ["engine", "permission", "daemon", "version", "image", "network", "agents", "disk", "configuration"]
     assert list(rows) == order
     assert all(set(row) == {"check", "status", "detail", "remedy"} for row in rows.values())
     assert [name for name in order if name not in ("agents", "disk") and rows[name]["status"] != "ok"] == []
@@ -323,9 +282,9 @@ def test_doctor_prints_a_line_for_each_check_and_one_for_its_remedy(engine: Engi
     answer = engine.sandbox("doctor")
     assert (answer.returncode, answer.stderr) == (0, "")
     lines = answer.stdout.splitlines()
-    well = [["ok", check] for check in ("engine", "permission", "daemon", "version", "image")]
-    assert [line.split()[:2] for line in lines[:6]] == [*well, ["warn", "agents"]]
-    assert lines[6].split()[:3] == ["run:", "sandbox", "build"]
+    well = [["ok", check] for check in ("engine", "permission", "daemon", "version", "image", "network")]
+    assert [line.split()[:2] for line in lines[:7]] == [*well, ["warn", "agents"]]
+    assert lines[7].split()[:3] == ["run:", "sandbox", "build"]
 
 
 @docker_only

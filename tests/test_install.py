@@ -1,10 +1,13 @@
 """Every way to run it: from a checkout, installed from a wheel, installed editable, and as a zipapp."""
 
 import hashlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import urllib.request
 import venv
 import zipfile
 from dataclasses import dataclass, field
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from service import free_port
 
 ASSET = "image/Containerfile"
 VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "sandbox.py").read_text(), re.MULTILINE)[0]
@@ -178,3 +182,121 @@ def test_the_zipapp_refuses_an_old_python(zipapp: Path) -> None:
     code = f"import runpy, sys; sys.version_info = (3, 10, 0); runpy.run_path({str(zipapp)!r}, run_name='__main__')"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (1, "sandbox: Python 3.11 or newer is needed, this is 3.10\n")
+
+
+# --- A checkout, and what serve lacks there ---
+
+
+@dataclass
+class Checkout:
+    """The files of a checkout alone, and a Python with nothing but its own library."""
+
+    root: Path
+    home: Path
+    port: int
+
+    def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": ENVIRON["PATH"], "HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1", **env}
+        argv = [*BARE_PYTHON, "-m", "sandbox", "serve", f"127.0.0.1:{self.port}", *args]
+        return subprocess.run(argv, cwd=self.root, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=300)
+
+    def serves(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """`serve` in the background leads to the login page."""
+        served = self.run("-d", *args, **env)
+        assert served.returncode == 0, served.stderr
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=60) as answer:
+            assert answer.url.endswith("/auth/login")
+        assert self.run("--stop").returncode == 0
+        return served
+
+    def build(self, **env: str) -> subprocess.CompletedProcess[str]:
+        argv = [*BARE_PYTHON, "static/build.py", "--libraries"]
+        return subprocess.run(argv, cwd=self.root, env=ENVIRON | env, capture_output=True, text=True, timeout=300)
+
+    @property
+    def vendor(self) -> Path:
+        return self.root / "static" / "ui" / "vendor"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    checkout = Checkout(tmp_path / "checkout", tmp_path / "home", free_port())
+    checkout.home.mkdir()
+    shutil.copytree(ROOT / "static", checkout.root / "static", ignore=shutil.ignore_patterns("vendor", "__pycache__"))
+    for module in ROOT.glob("sandbox*.py"):
+        shutil.copy(module, checkout.root)
+    return checkout
+
+
+def path_without(program: str, folder: Path) -> str:
+    """A PATH on which there is everything but one program."""
+    folder.mkdir()
+    for directory in ENVIRON["PATH"].split(":"):
+        for path in Path(directory).glob("*"):
+            if path.name != program and not (folder / path.name).is_symlink():
+                (folder / path.name).symlink_to(path)
+    return str(folder)
+
+
+def test_serve_says_how_it_comes_to_websockets(checkout: Checkout) -> None:
+    ran = checkout.run()
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "the Python package websockets is not installed" in ran.stderr
+    assert f"  run: {sys.executable} -I -m venv {checkout.home}/.sandbox/venv && " in ran.stderr
+    assert list(checkout.home.iterdir()) == []
+
+
+def test_serve_makes_an_environment_of_its_own_once(checkout: Checkout) -> None:
+    """Also where pip is told to install for the user, and for the versions of Python that come later."""
+    assert "websockets is not installed" in checkout.serves("--yes", PIP_USER="1").stderr
+    assert (checkout.home / ".sandbox").is_dir() and not (checkout.home / ".local").exists()
+    assert checkout.serves().stderr == ""
+    (library,) = (checkout.home / ".sandbox" / "venv" / "lib").iterdir()
+    library.rename(library.with_name("python3.99"))
+    assert checkout.serves().stderr == ""
+    shutil.rmtree(library.with_name("python3.99") / "site-packages" / "websockets")
+    assert checkout.run("-d").returncode == 1
+    checkout.serves("--yes")
+
+
+def test_a_websockets_that_is_too_old_is_none(checkout: Checkout, tmp_path: Path) -> None:
+    """Debian 12 has version 10."""
+    pip("install", "-q", "--target", str(tmp_path / "old"), "websockets==10.4")
+    old = {"PYTHONPATH": str(tmp_path / "old")}
+    assert "not installed, or too old" in checkout.run(**old).stderr
+    checkout.serves("--yes", **old)
+    checkout.serves(**old)
+
+
+def test_an_installation_that_fails_leaves_nothing(checkout: Checkout) -> None:
+    ran = checkout.run("--yes", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(checkout.home))
+    assert ran.returncode == 1 and "No matching distribution found for websockets" in ran.stderr
+    assert ran.stderr.endswith("ended with status 1\n  mend that and try again\n")
+    assert list((checkout.home / ".sandbox").iterdir()) == []
+
+
+def test_the_pages_get_the_same_libraries_without_npm(checkout: Checkout, tmp_path: Path) -> None:
+    built = checkout.build(PATH=path_without("npm", tmp_path / "bin"))
+    assert built.returncode == 0, built.stderr
+    have = {path.name: path.read_bytes() for path in checkout.vendor.iterdir()}
+    shutil.rmtree(checkout.vendor)
+    assert checkout.build().returncode == 0
+    assert have == {path.name: path.read_bytes() for path in checkout.vendor.iterdir()}
+
+
+def test_another_library_than_the_lock_file_names_is_refused(checkout: Checkout, tmp_path: Path) -> None:
+    lock = checkout.root / "static" / "package-lock.json"
+    data = json.loads(lock.read_text())
+    data["packages"]["node_modules/marked"]["version"] = "18.2.0"
+    lock.write_text(json.dumps(data))
+    built = checkout.build(PATH=path_without("npm", tmp_path / "bin"))
+    assert built.returncode == 1 and "marked-18.2.0.tgz is not what static/package-lock.json names" in built.stderr
+    assert not checkout.vendor.exists() and not list((checkout.root / "static").glob(".vendor-*"))
+
+
+def test_without_a_registry_the_pages_are_served_with_a_warning(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.serves("--yes")
+    shutil.rmtree(checkout.vendor)
+    away = {"PATH": path_without("npm", tmp_path / "bin"), "NPM_CONFIG_REGISTRY": f"http://127.0.0.1:{free_port()}"}
+    assert "is the registry reachable? NPM_CONFIG_REGISTRY names another" in checkout.serves(**away).stderr
