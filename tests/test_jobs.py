@@ -208,7 +208,8 @@ def test_autostart_is_not_lost_with_a_service_that_is_killed(service: Service, n
         session = f"{name}-{number}"
         fields = {"name": session, "directory": str(started.parent), "autostart": script}
         threading.Thread(target=lambda: suppressed(service.post, "/api/sessions", fields)).start()  # noqa: B023
-        wait_for(lambda: session in container_names(service.engine))  # noqa: B023
+        running = ("ps", "--format", "{{.Names}}")
+        wait_for(lambda: session in service.engine.run(*running).stdout.split())  # noqa: B023
         time.sleep(0.03 * number)
         service.restart_after_kill()
         wait_for(lambda: service.get(f"/api/sessions/{session}").json.get("state") == "running")  # noqa: B023
