@@ -858,6 +858,132 @@ class Output:
             (os.killpg if self.leads else os.kill)(self.pid, number)
 
 
+# --- Long work ---
+
+
+class Step:
+    """A command that takes long: a live block on a terminal, else one line with its time.
+
+    Its output goes to a log, which is kept and named when it fails. With SANDBOX_VERBOSE (--verbose) the
+    output passes through instead.
+    """
+
+    def __init__(self, title: str, number: int = 1, total: int = 1) -> None:
+        self.head = f"[{number}/{total}] {title}"
+        self.title, self.log = title, ""
+        self.tail: list[str] = []  # the last lines of the output
+        self.began = self.drawn = 0.0  # monotonic; 0 where no block is shown
+        self.live = os.isatty(2) and os.environ.get("TERM") not in (None, "", "dumb")
+
+    def run(self, argv: Sequence[str], env: Mapping[str, str] | None = None, silent_seconds: float = 0) -> None:
+        """Run the command; where it takes no longer than `silent_seconds` nothing is said.
+
+        Raises SandboxError when it fails or cannot be started.
+        """
+        import time
+
+        self.began = time.monotonic()
+        if os.environ.get("SANDBOX_VERBOSE"):
+            say(self.head)
+            status = call(argv, env)
+        else:
+            self.log = new_log()
+            status = self.watch(argv, env)
+        if status:
+            last = "".join(f"\n  {line}" for line in self.tail)
+            hint = f"the whole output: {self.log}" if self.log else "see its output above"
+            raise SandboxError(f"{self.title} ended with status {status}{last}", hint, 125)
+        self.forget_log()
+        if time.monotonic() - self.began >= silent_seconds:
+            say(f"{self.head}  {self.elapsed()}")
+
+    def watch(self, argv: Sequence[str], env: Mapping[str, str] | None) -> int:
+        """Run it with its output going to the log and its last line to the block; the exit status."""
+        import select
+
+        if argv[0] == "sudo" and os.isatty(0):  # its question would be drawn over
+            call(["sudo", "-v"])
+        (out, end), null = os.pipe(), os.open(os.devnull, os.O_RDONLY)
+        pid, poller = 0, select.poll()
+        poller.register(out, select.POLLIN)
+        try:
+            with open(self.log or os.devnull, "ab", buffering=0) as log:
+                pid = spawn(argv, env=env, fds={0: null, 1: end, 2: end})
+                os.close(end)
+                end = -1
+                while not (ready := poller.poll(500)) or (data := os.read(out, 65536)):
+                    if ready:
+                        with suppress(OSError):  # a full disk is told by what fills it
+                            log.write(data)
+                        self.note(data.decode(errors="replace"))
+                    self.draw()
+            return status_of(pid)
+        except FileNotFoundError:
+            self.forget_log()
+            raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}", 125) from None
+        except BaseException:
+            if pid:
+                with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
+                    os.kill(pid, 15)
+                status_of(pid)
+            self.wipe()
+            self.forget_log()
+            say(f"{self.title} was interrupted")
+            raise
+        finally:
+            self.wipe()
+            Output.close(out, null, *([end] if end >= 0 else []))
+
+    def forget_log(self) -> None:
+        if self.log:
+            os.unlink(self.log)
+
+    def note(self, text: str) -> None:
+        lines = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
+        self.tail = [printable(line)[:400] for line in [*self.tail, *lines][-8:]]
+
+    def elapsed(self) -> str:
+        import time
+
+        seconds = round(time.monotonic() - self.began)
+        return f"{seconds // 60}:{seconds % 60:02d}"
+
+    def draw(self) -> None:
+        """Show what it is, how long it has taken and its last line, in the place of what was shown before."""
+        import time
+
+        now = time.monotonic()
+        if not self.live or now - self.drawn < 0.1:
+            return
+        self.wipe()
+        self.drawn = now
+        width = (os.get_terminal_size(2).columns or 80) - 1
+        lines = [f"{self.head}  {self.elapsed()}", f"  {self.tail[-1] if self.tail else ''}"]
+        print("\n".join(line[:width] for line in lines), end="", file=sys.stderr, flush=True)
+
+    def wipe(self) -> None:
+        if self.drawn:
+            print("\r\x1b[A\x1b[J", end="", file=sys.stderr, flush=True)
+            self.drawn = 0.0
+
+
+def new_log() -> str:
+    """An empty log of our own; '' where there is no room for it."""
+    path = os.path.join(os.path.abspath(sandbox_home()), "logs", f"{random_id()}.log")
+    try:
+        make_private(os.path.dirname(path))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError:
+        return ""
+    return path
+
+
+def run_steps(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands that take long, one after another. Raises SandboxError when one fails."""
+    for number, command in enumerate(commands, 1):
+        Step(quote_all(command), number, len(commands)).run(command)
+
+
 # --- Engines ---
 
 
@@ -982,10 +1108,7 @@ class Remedy:
         if self.action:
             self.action()
             return
-        for command in self.commands:
-            status = call(command)
-            if status:
-                raise SandboxError(f"{quote_all(command)} ended with status {status}", "mend that and try again", 125)
+        run_steps(self.commands)
 
 
 # Where an administrator's programs are; not on everybody's PATH, nor on that of a plain `su`.
@@ -2295,16 +2418,16 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False, age
     chosen = given["AGENTS"] if given.get("AGENTS") and not agents else chosen
     args = {**given, "TOOL": tool, "AGENTS": chosen, "AGENTS_UPDATED": agents_stamp(before, update_agents)}
     check_build_args(args)
-    args["BASE"] = given.get("BASE") or base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
-    status = call_build(engine, tag, args)
-    if status:
-        raise build_failure(engine, status)
+    steps = 1
+    if "BASE" not in given:
+        args["BASE"], steps = base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
+    call_build(engine, tag, args, Step(f"build {tag}", steps, steps))
     before.remove_untagged()
     say(f"built {tag}; sessions that exist keep the image they were created from")
 
 
-def call_build(engine: Engine, tag: str, args: Mapping[str, str]) -> int:
-    """Build from the files of static/image/; the status."""
+def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) -> None:
+    """Build from the files of static/image/. Raises SandboxError."""
     import tempfile
 
     argv = [engine.name, "build", "--force-rm", "-t", tag, "--label", f"sandbox.agents={args['AGENTS_UPDATED']}",
@@ -2320,11 +2443,14 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str]) -> int:
             with open(os.path.join(context, name), "wb") as file:
                 file.write(host_ca_bundle() if name == "ca.crt" else asset(f"image/{name}"))
                 os.fchmod(file.fileno(), 0o644)  # the mode goes into the image
-        return call([*argv, "-f", os.path.join(context, "Containerfile"), context])
+        try:
+            step.run([*argv, "-f", os.path.join(context, "Containerfile"), context])
+        except SandboxError as error:
+            raise build_failure(engine) or error from None
 
 
-def build_failure(engine: Engine, status: int) -> SandboxError:
-    """What has ended a build, as far as this machine shows it."""
+def build_failure(engine: Engine) -> SandboxError | None:
+    """What has ended a build, where this machine shows it."""
     facts = {"docker": "{{.DockerRootDir}}", "podman": "{{.Store.GraphRoot}}"}
     root = engine.output("info", "--format", facts[engine.name]).result()[1].strip()
     with suppress(OSError):  # it may be another machine's
@@ -2334,7 +2460,7 @@ def build_failure(engine: Engine, status: int) -> SandboxError:
     tables = "nft" if version_numbers(engine.version) >= (5,) else "iptables"
     if engine.name == "podman" and os.getuid() == 0 and not program(tables):
         return problem("helper", "podman", f"podman could not find {tables}, without which a container has no network")
-    return SandboxError(f"{engine.name} build ended with status {status}", "see its messages above", 125)
+    return None
 
 
 def host_ca_bundle() -> bytes:
@@ -2371,18 +2497,23 @@ def agents_stamp(image: Image, update: bool) -> str:
     return image.stamp if image.stamp and not update else str(int(time.time()) // (1 if update else 86400))
 
 
-def base_image(engine: Engine, mirror: Sequence[str]) -> str:
-    """The distribution's base image: at hand, from a registry, or made from the distribution's mirror."""
+def base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
+    """The distribution's base image: at hand, from a registry, or made from the distribution's mirror.
+
+    With it the number of steps that the build has: 2 where the base was fetched or made first.
+    """
     for name in (BASE_IMAGE, LOCAL_BASE):
         if engine.output("image", "inspect", name).result()[0] == 0:
-            return name
-    say(f"fetching the base image {BASE_IMAGE}")
-    status, _, err = engine.output("pull", "-q", BASE_IMAGE, seconds=None).result()
-    if status == 0:
-        return BASE_IMAGE
-    say(f"no registry gives it ({err.strip().splitlines()[-1] if err.strip() else status}): making it from a mirror")
-    make_base(engine, mirror)
-    return LOCAL_BASE
+            return name, 1
+    fetch = Step(f"fetch {BASE_IMAGE}", 1, 2)
+    try:
+        fetch.run([engine.name, "pull", "-q", BASE_IMAGE])
+    except SandboxError:
+        fetch.forget_log()
+        say(f"no registry gives {BASE_IMAGE} ({fetch.tail[-1] if fetch.tail else 'it says nothing'})")
+        make_base(engine, mirror)
+        return LOCAL_BASE, 2
+    return BASE_IMAGE, 2
 
 
 def make_base(engine: Engine, mirror: Sequence[str]) -> None:
@@ -2399,9 +2530,9 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
                            f"ask an administrator to load {BASE_IMAGE}, or give another with --iba BASE=<image>", 125)
     script, dpkg_cfg = (asset(f"image/{name}").decode() for name in ("make-base", "dpkg.cfg"))
     packages = ",".join(tool_packages()["common"])
-    if call(["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), packages, dpkg_cfg,
-             *mirror]):
-        raise SandboxError(f"the base image {LOCAL_BASE} could not be made", "see the messages above", 125)
+    Step(f"make {LOCAL_BASE} from Debian's mirror", 1, 2).run(
+        ["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), packages,
+         dpkg_cfg, *mirror])
 
 
 # --- Commands ---
@@ -3234,10 +3365,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "key": ("--key", {"metavar": "FILE", "help": "its private key (PEM)"}),
     "allowedHosts": ("--allow-host", REPEATED | {"metavar": "NAME", "help": "a name that the service is reached by; "
                                                                             "repeatable"}),
+    "verbose": ("--verbose", FLAG | {"help": "let the output of long work pass through"}),
     "yes": ("--yes", FLAG | {"help": "apply remedies (install, start, build) without asking"}),
 }
 RUN_OPTIONS = ("profile yolo command containerName hostPath containerPath volumes ports env envFile imageVersion"
-               " imageName network allow memory cpus pidsLimit allow_engine_socket rm_on_exit runtime yes")
+               " imageName network allow memory cpus pidsLimit allow_engine_socket rm_on_exit runtime yes verbose")
 
 
 def flags_layer(args: argparse.Namespace) -> Layer:
@@ -3328,13 +3460,14 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "rm": ("remove containers", "names runtime", cmd_rm),
     "net": ("show or change what a session may reach", "action session hosts follow runtime", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run runtime", cmd_prune),
-    "build": ("build the image", "imageVersion imageName imageBuildArgs update_agents profile runtime yes", cmd_build),
+    "build": ("build the image", "imageVersion imageName imageBuildArgs update_agents profile runtime yes verbose",
+              cmd_build),
     "config": ("print the effective configuration, or what run would execute", f"what {RUN_OPTIONS} reveal",
                cmd_config),
-    "doctor": ("check what a run needs, and mend it", "json fix runtime yes", cmd_doctor),
+    "doctor": ("check what a run needs, and mend it", "json fix runtime yes verbose", cmd_doctor),
     "init": ("write a first configuration from the agents' settings found here", "force", cmd_init),
     "serve": ("run the web service, or control the one in the background", "address serverUser serverPass profile"
-              " background stop restart cert key allowedHosts runtime yes", cmd_serve),
+              " background stop restart cert key allowedHosts runtime yes verbose", cmd_serve),
     "completion": ("print a completion script for a shell", "shell", cmd_completion),
 }
 
@@ -3384,7 +3517,10 @@ def dispatch(argv: Sequence[str]) -> int:
         message = f"there is no command {argv[0]!r}{nearest(argv[0], COMMANDS)}"
         raise SandboxError(message, "sandbox --help lists them", 2)
     try:
-        return COMMANDS[command][2](argparse_of(command, rest))
+        args = argparse_of(command, rest)
+        if getattr(args, "verbose", False):
+            os.environ["SANDBOX_VERBOSE"] = "1"  # also for ourselves, started again by a remedy
+        return COMMANDS[command][2](args)
     except SandboxError as error:
         if command != "run" and error.code == 125:  # which is the engine's of a run only
             error.code = 1

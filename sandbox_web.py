@@ -2560,11 +2560,11 @@ def make_venv(home: str, packages: Sequence[Sequence[str]]) -> None:
     partial = f"{home}.{sandbox.random_id()}"
     env = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")}
     try:
-        os.makedirs(os.path.dirname(home), mode=0o700, exist_ok=True)
-        for command in venv_commands(partial):
-            if status := sandbox.call(command, {**env, "PIP_USER": "0"}):
-                raise SandboxError(f"{sandbox.quote_all(command)} ended with status {status}",
-                                   "mend that and try again")
+        sandbox.make_private(os.path.dirname(home))
+        commands = venv_commands(partial)
+        for number, command in enumerate(commands, 1):
+            step = sandbox.Step(sandbox.quote_all(command), number, len(commands))
+            step.run(command, {**env, "PIP_USER": "0"})
         shutil.rmtree(home, ignore_errors=True)
         os.rename(partial, home)
     finally:
@@ -2575,9 +2575,13 @@ def fetch_libraries() -> None:
     """In a checkout, bring what the pages load from npm up to date; a wheel and a zipapp have it in them."""
     build = os.path.join(os.path.dirname(os.path.abspath(sandbox.__file__)), "static", "build.py")
     if os.path.isfile(build):
-        status, _, err = sandbox.Output([sys.executable, "-I", build, "--libraries"], None).result()
-        if status:
-            sandbox.say(f"{err.strip()}\nwarning: the terminal and Markdown in the web pages are missing until then")
+        step = sandbox.Step("fetch the libraries of the web pages")
+        try:
+            step.run([sys.executable, "-I", build, "--libraries"], silent_seconds=1)
+        except SandboxError:
+            step.forget_log()
+            words = "\n".join(step.tail)
+            sandbox.say(f"{words}\nwarning: the terminal and Markdown in the web pages are missing until then")
 
 
 def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None, record: Mapping[str, Any],
