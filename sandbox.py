@@ -1381,6 +1381,7 @@ def first_answer(engines: Sequence[Engine], start: Callable[[Engine], Output]) -
             if asked:
                 asked.end(9)
             met = met or error
+            continue
         except OSError as error:  # not a program that this machine can run
             broken += f"{program(engine.name) or engine.name}: {error.strerror}\n"
             continue
@@ -1838,14 +1839,27 @@ def started(engine: Engine, session: Session) -> Session:
             set_rules(engine, session, network_of(session, session_config(session)))
         engine.ask("start", session.name, seconds=LONG_SECONDS)
         session.state = "running"
-        if have.get("sources") and (meant := mounts_meant(have)):
-            call = 'mounts_are "$@" 2>/dev/null'
-            script = asset("session/mounts.sh").decode() + call
-            argv = ["exec", "--user", "0:0", session.name, "sh", "-c", script, "sandbox", *meant]
-            if engine.output(*argv).result()[0]:
-                stopped(engine, session)
-                raise turned(session)
+        if have.get("sources"):
+            check_mounted(engine, session, have)
     return session
+
+
+def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
+    """Stop a session that has just been started where its mounts are others than meant. Raises SandboxError."""
+    meant = mounts_meant(have)
+    if not meant:
+        return
+    script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
+    argv = ["exec", "--user", "0:0", session.name, "sh", "-c", script, "sandbox", *meant]
+    status, _, err = engine.output(*argv).result()
+    if status == TURNED_STATUS:
+        stopped(engine, session)
+        raise turned(session)
+    if status and end_of(engine, session, status)[0] == "running":  # else what comes next says how it ended
+        raise failure(engine.name, err)
+
+
+TURNED_STATUS = 97
 
 
 def turned(session: Session) -> SandboxError:
@@ -2619,7 +2633,8 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
         since, tag = time.time(), random_id()
         status = run_command(engine, session, request, command, tag)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
-            check_begun(engine, session, tag, status, request.fresh)
+            with_remedies(lambda: check_begun(engine, session, tag, status, request.fresh),  # noqa: B023
+                          request.args.yes)
         for line in refusals(engine, session, since):
             say(line)
         again = next_command(request, session, command) if asks else None

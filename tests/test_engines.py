@@ -369,7 +369,8 @@ def test_what_was_mounted_is_what_was_checked(engine: Engine, project: Path, nam
             engine.run("stop", "-t", "0", name)
             statuses += [created.returncode, started.returncode]
     assert not (project / "victim" / "reached").exists(), statuses
-    assert 125 in statuses and set(statuses) <= {0, 125}, statuses
+    # 1 where the client could not even look into the container: it mounts what is missing for that, too.
+    assert 125 in statuses and set(statuses) <= {0, 1, 125}, statuses
 
 
 @pytest.mark.parametrize("place", ["tmpfs", "bind", "with space", "back\\slash", "file"])
@@ -591,12 +592,14 @@ def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine,
     assert engine.sandbox(*run).stdout == "ran\n"
 
 
-def test_what_erases_the_mark_is_not_run_again(engine: Engine, project: Path, name: str) -> None:
+ERASING = ("rm /run/sandbox-began", ": >/run/sandbox-began", "yes >/run/sandbox-began & sleep 0.5")
+
+
+@pytest.mark.parametrize("erase", ERASING)
+def test_what_erases_the_mark_is_not_run_again(engine: Engine, project: Path, name: str, erase: str) -> None:
     assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0
-    for erase in ("rm /run/sandbox-began", ": >/run/sandbox-began", "yes >/run/sandbox-began & sleep 0.5"):
-        ended = engine.sandbox("run", "-n", name, "-x", f"echo ran >>log; {erase}; kill -9 -1; exit 1")
-        assert (project / "log").read_text() == "ran\n", (erase, ended.stderr)
-        (project / "log").unlink()
+    ended = engine.sandbox("run", "-n", name, "-x", f"echo ran >>log; {erase}; kill -9 -1; exit 1")
+    assert (project / "log").read_text() == "ran\n", ended.stderr
 
 
 def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, project: Path, name: str) -> None:
