@@ -1006,7 +1006,7 @@ class Engine:
 
     def ask_ahead(self) -> None:
         """Ask for the facts while something else is asked: what is created needs them."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             self.asked = self.output(*FACTS[self.name])
 
     def facts(self) -> Output:
@@ -1037,7 +1037,9 @@ HELPERS = {
     "nft": "nftables", "iptables": "iptables", "netavark": "netavark", "aardvark-dns": "aardvark-dns",
     "catatonit": "catatonit", "conmon": "conmon", "crun": "crun", "runc": "runc",
 }
-NOT_FOUND = ("not found", "could not find", "no such file", "unable to execute")
+# How podman and its netavark say that one of them is missing, in lower case.
+MISSING = (r'could not find (?:a working )?"?(NAME)(?![\w-])', r'exec: \\?"(NAME)\\?": executable file not found',
+           r'stat \S*/(NAME): no such file', r'oci runtime "(NAME)" not found', r'unable to execute (NAME):')
 
 # What to do about failures that belong to the call and not to the engine.
 HINTS = {
@@ -1046,8 +1048,9 @@ HINTS = {
     "already allocated": "choose another host port",
     "already in use": "choose another host port",
     "no space left": "make room: sandbox doctor shows the disk",
-    "docker host": "correct DOCKER_HOST, or unset it",
-    "context": "correct DOCKER_CONTEXT, or run: docker context use default",
+    "unable to parse docker host": "correct DOCKER_HOST, or unset it",
+    "docker endpoint": "correct DOCKER_CONTEXT, or run: docker context use default",
+    "is not found on the file system": "correct DOCKER_CONTEXT, or run: docker context use default",
     "not a directory": "give a directory",
     "is restarting": "its proxy does not start: sandbox net log <name>",
     'exec: "python3"': "an allowlist needs an image with the proxy: sandbox build",
@@ -1069,11 +1072,11 @@ def missing_helpers(stderr: str) -> list[str]:
     """The programs of HELPERS that podman has not found, by its message."""
     import re
 
-    lines = [line for line in stderr.lower().splitlines() if any(sign in line for sign in NOT_FOUND)]
-    found = [name for name in HELPERS if any(re.search(rf"(?<![\w-]){name}(?![\w-])", line) for line in lines)]
-    if found == ["netavark"] and any(line.startswith("error: netavark:") for line in lines):
-        return [name for name in ("nft", "iptables") if not program(name)]  # it does not say which one it wants
-    return found
+    text, names = stderr.lower(), "|".join(HELPERS)
+    found = [name for pattern in MISSING for name in re.findall(pattern.replace("NAME", names), text)]
+    if not found and re.search(r"^error: netavark: .*\(os error 2\)", text, re.MULTILINE):  # it does not say which
+        found = [name for name in ("nft", "iptables") if not program(name)]
+    return list(dict.fromkeys(found))
 
 
 class Remedy:
@@ -1086,10 +1089,13 @@ class Remedy:
     def text(self) -> str:
         if not self.commands:
             return self.note
-        sudo = self.needs_sudo()
-        commands = [command[1:] if sudo and command[0] == "sudo" else command for command in self.commands]
-        run = "ask an administrator to run" if sudo else "run"
-        return f"{run}: {' && '.join(map(quote_all, commands))}" + (f" ({self.note})" if self.note else "")
+        text = "run: " + " && ".join(map(quote_all, self.commands))
+        if self.needs_sudo():
+            roots = [command[1:] for command in self.commands if command[0] == "sudo"]
+            ours = [command for command in self.commands if command[0] != "sudo"]
+            text = "ask an administrator to run: " + " && ".join(map(quote_all, roots))
+            text += ", then run: " + " && ".join(map(quote_all, ours)) if ours else ""
+        return text + (f" ({self.note})" if self.note else "")
 
     def needs_sudo(self) -> bool:
         """Whether a command is root's, and there is no sudo here."""
@@ -1256,6 +1262,8 @@ def subuid_remedy() -> Remedy:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return Remedy([], note="use a user that has a name")
+    if not program("usermod"):
+        return Remedy([], note=f"give {user} a range of 65536 ids in /etc/subuid and /etc/subgid")
     given = f"{end}-{end + 65535}"
     add = ["usermod", "--add-subuids", given, "--add-subgids", given, user]
     return Remedy([as_root(add), ["podman", "system", "migrate"]])
@@ -1274,7 +1282,7 @@ def permission_remedy(message: str) -> Remedy:
         user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(owner.st_gid)
     except (OSError, KeyError):
         return closed
-    if not owner.st_gid or not owner.st_mode & 0o020 or not program("sg"):
+    if not owner.st_gid or not owner.st_mode & 0o020 or not (program("sg") and program("usermod")):
         return closed
     if user in group.gr_mem:
         return Remedy([["newgrp", group.gr_name]], lambda: join_group(group.gr_name, []),

@@ -12,6 +12,8 @@ import pytest
 from conftest import IMAGE, PYTHON, USER, Engine, Result
 from machine import Machine, own_machine
 
+from sandbox import missing_helpers
+
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 
 RUN = ("run", "--rm-on-exit", "-x", "echo it works")
@@ -231,6 +233,30 @@ def podman(machine: Machine) -> Machine:
     return machine
 
 
+NOT_ON_PATH = "executable file not found in $PATH"
+
+
+@pytest.mark.parametrize(
+    ("message", "helpers"),
+    [
+        (f'Error: command required for rootless mode: exec: "newuidmap": {NOT_ON_PATH}', ["newuidmap"]),
+        (f'level=error msg="invalid internal status: exec: \\"newgidmap\\": {NOT_ON_PATH}"', ["newgidmap"]),
+        (f"Error: could not find pasta, the network namespace can't be configured: exec: \"pasta\": {NOT_ON_PATH}",
+         ["pasta"]),
+        ("Error: netavark: nftables error: unable to execute nft: No such file or directory (os error 2)", ["nft"]),
+        ('Error: could not find "netavark" in one of [/usr/libexec/podman /usr/lib/podman].', ["netavark"]),
+        ("Error: could not find a working conmon binary (configured options: [/usr/bin/conmon]: ...)", ["conmon"]),
+        ('Error: default OCI runtime "crun" not found: invalid argument', ["crun"]),
+        (f'runc create failed: unable to start container process: exec: "python3": {NOT_ON_PATH}: unknown', []),
+        ("Error: crun: executable file `foo` not found in $PATH: No such file or directory", []),
+    ],
+)
+def test_what_podman_misses_is_told_from_what_a_container_misses(
+    engine: Engine, message: str, helpers: list[str]
+) -> None:
+    assert missing_helpers(message) == helpers
+
+
 @pytest.mark.parametrize(("package", "check"), [("uidmap", "daemon"), ("slirp4netns", "daemon")])
 def test_a_helper_of_rootless_podman_is_missing(podman: Machine, package: str, check: str) -> None:
     podman.offer(package)
@@ -257,6 +283,15 @@ def test_rootful_podman_without_a_packet_filter(podman: Machine) -> None:
     podman.own_project("root")
     podman.must("sh", "-c", "rm /usr/sbin/iptables /usr/sbin/nft || true")
     assert_said(podman, "network", "netavark", f"{INSTALL} ", "iptables")
+
+
+def test_user_ids_are_the_administrators_and_the_rest_is_not(machine: Machine) -> None:
+    machine.own_project()
+    machine.remove("docker.io", "sudo")
+    machine.must("sed", "-i", f"/^{USER}:/d", "/etc/subuid", "/etc/subgid")
+    remedy = doctor(machine, user=USER)["daemon"]["remedy"]
+    assert remedy.startswith("ask an administrator to run: usermod --add-subuids ")
+    assert remedy.endswith(f" {USER}, then run: podman system migrate")
 
 
 def test_no_user_ids_for_rootless_podman(podman: Machine) -> None:
