@@ -1789,17 +1789,18 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False, age
     """Build the image of a configuration, or with these agents, its progress on our terminal. Raises SandboxError."""
     given = dict(item.split("=", 1) for item in config.all("imageBuildArgs"))
     version, tool = split_build_version(config.get("imageVersion"), given.get("TOOL", ""))
+    args = {**given, "TOOL": tool, **({"AGENTS": ",".join(agents)} if agents else {})}
+    check_build_args(args)
     tag = f"{config.get('imageName')}:{version}"
     before = Image(engine, tag)
-    chosen = ",".join(agents or (before.agents if update_agents else ()) or AGENTS)
-    chosen = given["AGENTS"] if given.get("AGENTS") and not agents else chosen
-    args = {**given, "TOOL": tool, "AGENTS": chosen, "AGENTS_UPDATED": agents_stamp(before, update_agents)}
-    check_build_args(args)
+    args.setdefault("AGENTS", ",".join((before.agents if update_agents else ()) or AGENTS))
+    args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
     args["BASE"] = given.get("BASE") or base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
     status = call_build(engine, tag, args)
     if status:
         raise SandboxError(f"{engine.name} build ended with status {status}", "see its messages above", 125)
-    before.remove_untagged()
+    if before.id:
+        before.remove_untagged()
     say(f"built {tag}; sessions that exist keep the image they were created from")
 
 
@@ -1837,9 +1838,9 @@ class Image:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
-        labels = '{{.Id}} {{index .Config.Labels "sandbox.agents"}} {{index .Config.Labels "sandbox.programs"}}'
+        labels = '{{.Id}}|{{index .Config.Labels "sandbox.agents"}}|{{index .Config.Labels "sandbox.programs"}}'
         status, out, _ = engine.output("image", "inspect", "--format", labels, name).result()
-        self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split(" ", 2)
+        self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split("|", 2)
         self.stamp = stamp if stamp.isdigit() else ""
         self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))  # () where it does not say
 
