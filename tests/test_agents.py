@@ -217,6 +217,8 @@ def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(engine: E
         each = f"for program in {' '.join([*AGENTS, *SHORTCUTS])}; do command -v $program; done"
         which = engine.sandbox("run", "-n", name, "-x", each)
         assert [Path(line).name for line in which.stdout.split()] == ["claude", "gemini", "agent-a", "agent-b"]
+        lacking = engine.sandbox("run", "-n", name, "-y", "cx", "--", "--version")
+        assert lacking.returncode == 127 and f"sandbox rm {name}, then run this again" in lacking.stderr
         (agents,) = [row for row in json.loads(engine.sandbox("doctor", "--json").stdout) if row["check"] == "agents"]
         assert agents["status"] == "ok" and agents["detail"].startswith("claude 2"), agents
         unnamed = engine.run("images", "-q", "--filter", "dangling=true").stdout.split()
