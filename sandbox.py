@@ -1013,7 +1013,6 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 # failed at once and with the engine's own status, lest a command run twice.
 STALE_STATUS = {"docker": {"gone": 1, "stopped": 1}, "podman": {"gone": 125, "stopped": 255}}
 STALE_SECONDS = 3
-NOT_FOUND = 127  # a shell's status for a program that is not there
 KILLED = 137  # an exec whose container ends
 
 
@@ -1991,7 +1990,7 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
             check_start(engine, session, status)
         for line in refusals(engine, session, since):
             say(line)
-        if status == NOT_FOUND and request.agent:
+        if status == 127 and request.agent:  # a shell's for a program that is not there
             say(f"{session.name} seems to have no {request.agent}: sandbox rm {session.name}, then run this again")
         again = next_command(request, session, command) if asks else None
         if again is None:
