@@ -2434,17 +2434,18 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False, age
         check_podman(engine)
     given = dict(item.split("=", 1) for item in config.all("imageBuildArgs"))
     version, tool = split_build_version(config.get("imageVersion"), given.get("TOOL", ""))
+    args = {**given, "TOOL": tool, **({"AGENTS": ",".join(agents)} if agents else {})}
+    check_build_args(args)
     tag = f"{config.get('imageName')}:{version}"
     before = Image(engine, tag)
-    chosen = ",".join(agents or (before.agents if update_agents else ()) or AGENTS)
-    chosen = given["AGENTS"] if given.get("AGENTS") and not agents else chosen
-    args = {**given, "TOOL": tool, "AGENTS": chosen, "AGENTS_UPDATED": agents_stamp(before, update_agents)}
-    check_build_args(args)
+    args.setdefault("AGENTS", ",".join((before.agents if update_agents else ()) or AGENTS))
+    args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
     steps = 1
     if "BASE" not in given:
         args["BASE"], steps = base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
     call_build(engine, tag, args, Step(f"build {tag}", steps, steps))
-    before.remove_untagged()
+    if before.id:
+        before.remove_untagged()
     say(f"built {tag}; sessions that exist keep the image they were created from")
 
 
@@ -2499,9 +2500,9 @@ class Image:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
-        labels = '{{.Id}} {{index .Config.Labels "sandbox.agents"}} {{index .Config.Labels "sandbox.programs"}}'
+        labels = '{{.Id}}|{{index .Config.Labels "sandbox.agents"}}|{{index .Config.Labels "sandbox.programs"}}'
         status, out, _ = engine.output("image", "inspect", "--format", labels, name).result()
-        self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split(" ", 2)
+        self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split("|", 2)
         self.stamp = stamp if stamp.isdigit() else ""
         self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))  # () where it does not say
 
@@ -2645,6 +2646,8 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
                           request.args.yes)
         for line in refusals(engine, session, since):
             say(line)
+        if status == 127 and request.agent:  # a shell's for a program that is not there
+            say(f"{session.name} seems to have no {request.agent}: sandbox rm {session.name}, then run this again")
         again = next_command(request, session, command) if asks else None
         if again is None:
             return status

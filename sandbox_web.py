@@ -141,7 +141,7 @@ def as_web_error(error: Exception) -> WebError:
     if isinstance(error, WebError):
         return error
     if isinstance(error, EngineProblem):
-        code = "image_missing" if error.kind == "image" else "engine_unavailable"
+        code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
         return WebError(code, error.message, error.hint)
     if isinstance(error, sandbox.BrokenSession):
         return WebError("conflict", error.message, error.hint)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import IMAGE as TEST_IMAGE
 from conftest import ROOT, USER, Engine, Result, Terminal, unique_name, write_config
 from network import Guarded
 from outside import PUBLIC
@@ -163,6 +164,7 @@ def session(engine: Engine, image: str) -> Iterator[Session]:
         (["--iba", "TOOL=common,rusty"], "no tool 'rusty' (did you mean rust?)"),
         (["--iba", "TOLL=common"], "no build argument TOLL (did you mean TOOL?)"),
         (["--iba", "TOOL"], "TOOL"),
+        (["--iba", "AGENTS=claude,gemni"], "no agent 'gemni' (did you mean gemini?)\n  AGENTS is of claude, gemini, "),
     ],
 )
 def test_a_wrong_build_argument_is_refused_before_anything_is_built(
@@ -189,10 +191,42 @@ def test_update_agents_begins_with_the_agents_layer(engine: Engine, image: str, 
         if "Running in" in line:
             break
     *earlier, (step, _) = run_steps.items()
-    assert "@anthropic-ai/claude-code" in step
-    assert len(earlier) >= 4 and all(any("Using cache" in line for line in lines) for _, lines in earlier)
+    assert "install-agents" in step
+    assert len(earlier) >= 3 and all(any("Using cache" in line for line in lines) for _, lines in earlier)
     build.end()  # one that is broken off leaves the image that there was
     assert image_id(engine) == before
+
+
+@on_docker
+def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(engine: Engine, image: str, home: Path,
+                                                                       project: Path, name: str) -> None:
+    """Of an image with Gemini CLI only, by its label, which the build replaces."""
+    base = f"localhost/{unique_name()}"
+    try:
+        label = f"FROM {TEST_IMAGE}\nLABEL sandbox.programs=gemini\n"
+        assert engine.run("build", "-t", f"{base}:1.0-common", "-", input=label, env=CLASSIC).returncode == 0
+        before = engine.run("image", "inspect", "--format", "{{.Id}}", f"{base}:1.0-common").stdout.strip()
+        write_config(home, imageName=base)
+        refused = engine.sandbox("run", "-n", name, "-y", "c", "--", "--version")
+        offer = f"run: sandbox build --rt docker --iv 1.0-common --in {base} --iba AGENTS=gemini,claude\n"
+        assert refused.returncode == 125 and refused.stderr.endswith(f"was built without claude\n  {offer}")
+        assert name not in container_names(engine)
+        words = ("run", "--yes", "-n", name, "-y", "c", "--", "--version")
+        made = engine.sandbox(*words, timeout=BUILD_SECONDS, env=CLASSIC)
+        assert made.returncode == 0 and "(Claude Code)" in made.stdout.splitlines()[-1], made.stderr
+        each = f"for program in {' '.join([*AGENTS, *SHORTCUTS])}; do command -v $program; done"
+        which = engine.sandbox("run", "-n", name, "-x", each)
+        assert [Path(line).name for line in which.stdout.split()] == ["claude", "gemini", "agent-a", "agent-b"]
+        lacking = engine.sandbox("run", "-n", name, "-y", "cx", "--", "--version")
+        assert lacking.returncode == 127 and f"sandbox rm {name}, then run this again" in lacking.stderr
+        (agents,) = [row for row in json.loads(engine.sandbox("doctor", "--json").stdout) if row["check"] == "agents"]
+        assert agents["status"] == "ok" and agents["detail"].startswith("claude 2"), agents
+        unnamed = engine.run("images", "-q", "--filter", "dangling=true").stdout.split()
+        steps = re.findall(r"^ ---> ([0-9a-f]{12})$", made.stdout + made.stderr, re.MULTILINE)
+        assert len(steps) > 20 and not {*steps, before[7:19]} & {*unnamed}
+    finally:
+        engine.sandbox("rm", name)
+        engine.run("rmi", f"{base}:1.0-common")
 
 
 @on_docker
