@@ -929,7 +929,6 @@ def test_tls_and_a_warning_without_it(engine: Engine, home: Path) -> None:
         assert process.stderr and "without TLS" in process.stderr.readline()
 
 
-@pytest.mark.skipif(not shutil.which("curl"), reason="curl is needed")
 def test_the_examples_of_the_readme(engine: Engine, project: Path, home: Path, name: str) -> None:
     section = (ROOT / "README.md").read_text().split("### Web service API")[1].split("\n## ")[0]
     script = "\n".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL))
