@@ -97,7 +97,14 @@ class Page:
         self.wait(f"document.querySelector({json.dumps(within)})?.innerText.includes({json.dumps(text)})", seconds)
 
     def text(self) -> str:
-        return str(self.eval("document.body.innerText"))
+        """What can be read; nothing on a page that is being left or has no body yet."""
+        with suppress(AssertionError):
+            return str(self.eval("document.body?.innerText ?? ''"))
+        return ""
+
+    def settle(self) -> None:
+        """Take in all that the page has said and asked for, when it is there."""
+        self.wait("document.readyState === 'complete'")
 
     def goto(self, url: str) -> None:
         self.call("Page.navigate", url=url)

@@ -35,7 +35,7 @@ def page(browser: Browser, service: Service) -> Iterator[Page]:
     page.call("Network.clearBrowserCookies")
     log_in(page, service)
     yield page
-    page.text()  # takes in the last events
+    page.settle()
     page.close()
     ours = (f"http://{service.address}/", f"ws://{service.address}/", "data:", "about:")
     abroad = [url for url in page.requests if not url.startswith(ours)]
@@ -150,6 +150,12 @@ def test_the_first_page_is_light(page: Page, service: Service) -> None:
     page.wait("performance.getEntriesByType('resource').every((entry) => entry.responseEnd)")
     assert 0 < page.bytes < FIRST_PAGE_BYTES
     assert not [url for url in page.requests if "vendor" in url or "terminal" in url]
+
+
+def test_the_harness_waits_for_a_page_that_is_being_left(page: Page, service: Service) -> None:
+    page.eval("document.body.remove()")  # as it is for a moment under heavy load
+    assert page.text() == ""
+    page.eval(f"void setTimeout(() => location.assign('http://{service.address}/preview'))")
 
 
 # --- Sessions ---
