@@ -72,6 +72,8 @@ class Page:
             self.dialogs.append(data["type"])
             self.send("Page.handleJavaScriptDialog", accept=self.dialog_answer)
         elif event == "Log.entryAdded" and data["entry"]["level"] in ("error", "warning"):
+            if "ERR_NETWORK_CHANGED" in data["entry"]["text"]:
+                return  # some container's interface has come or gone; the page asks again
             self.errors.append(f"{data['entry']['text']} {data['entry'].get('url', '')}")
 
     def eval(self, script: str) -> Any:

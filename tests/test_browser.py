@@ -755,8 +755,9 @@ def test_a_phone(page: Page, service: Service, name: str) -> None:
         time.sleep(0.2)
         assert page.eval("Math.max(document.documentElement.scrollWidth, innerWidth)") == PHONE[0], screen
     see_in_terminal(page, "# ")
-    enter(page, "clear; PS1='> '")  # so short that nothing wraps
-    enter(page, "echo sta${x}rted; sleep 100")
+    # A prompt so short that nothing wraps. No prompt comes before the next line is typed: busybox asks the
+    # terminal where the cursor is then, and loses what is typed before the answer.
+    enter(page, "clear; PS1='> '; echo sta${x}rted; sleep 100")
     see_in_terminal(page, "started")
     page.click("[data-key=Ctrl]")
     page.type("c")
