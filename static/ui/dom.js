@@ -32,6 +32,15 @@ export function toast(text, kind = "info") {
   setTimeout(() => box.remove(), kind === "error" ? 8000 : 4000);
 }
 
+/** Draw one thing of several; where it fails, `instead(text)` says so, and the others go on. */
+export function drawn(draw, instead) {
+  try {
+    return draw();
+  } catch (error) {
+    return instead(`This could not be shown: ${error.message}`);
+  }
+}
+
 /** What went wrong, as the server has put it, with what can be done about it. */
 export function problem(error) {
   return h("div", { class: "problem", role: "alert" },
