@@ -581,6 +581,83 @@ def test_a_bell_and_a_programs_notification_reach_the_desktop(page: Page, browse
     assert page.eval("document.querySelectorAll('#toasts *').length") == 0
 
 
+def test_what_a_program_rings_names_and_asks_without_end_is_taken_together(
+    page: Page, browser: Browser, service: Service, name: str
+) -> None:
+    title = "printf '\\033]0;title %s\\007' $(seq 100)"
+    again = "for i in $(seq 100); do cat /tmp/f; done"
+    floods = {"bells": "head -c 20000 /dev/zero | tr '\\0' '\\a'",
+              "notes": f"{title.replace(']0', ']9')} > /tmp/f; {again}",
+              "titles": f"{title} > /tmp/f; {again}",
+              "questions": "stty -echo; printf '\\033[6n%.0s' $(seq 10000); sleep 1; stty echo"}
+    service.create(name)
+    permit(page, service, "notifications")
+    open_terminal(page, service, name)
+    page.click(".term-tools button")
+    page.wait("document.querySelectorAll('.term-tab').length === 2")
+    page.click(".term-tab button")
+    page.eval("""{
+        window.counts = { toasts: 0, most: 0, tabs: 0, sent: 0, notifications: 0 };
+        const toasts = document.querySelector("#toasts");
+        new MutationObserver((records) => {
+            for (const record of records) counts.toasts += record.addedNodes.length;
+            counts.most = Math.max(counts.most, toasts.children.length);
+        }).observe(toasts, { childList: true });
+        const tabs = document.querySelector(".term-tabs");
+        new MutationObserver((records) => (counts.tabs += records.length))
+            .observe(tabs, { childList: true });
+        const { send } = WebSocket.prototype;
+        WebSocket.prototype.send = function (data) {
+            counts.sent += typeof data !== "string";
+            send.call(this, data);
+        };
+        const Shown = Notification;
+        window.Notification = class extends Shown {
+            constructor(...args) {
+                super(...args);
+                counts.notifications += 1;
+            }
+        };
+    }""")
+
+    def flood(what: str) -> None:
+        see_in_terminal(page, "# ")
+        enter(page, f"until [ -e /tmp/{what} ]; do sleep .1; done; clear; "
+                    f"{floods[what]}; echo e${{x}}nd of {what}")
+
+    flood("titles")
+    service.job(name, "touch /tmp/titles")
+    see_in_terminal(page, "end of titles")
+    page.see("title 100", ".term-tabs")
+    for what in ("bells", "notes"):  # in the other terminal's tab
+        flood(what)
+        page.click(".term-tab:nth-child(2) button")
+        service.job(name, f"touch /tmp/{what}")
+        page.wait("document.querySelector('#toasts').textContent")
+        if what == "notes":
+            page.see(f"{name}: title 100", "#toasts")  # the last one
+        page.click(".term-tab button")
+        see_in_terminal(page, f"end of {what}")
+    assert not page.eval("counts.notifications")
+    service.ended(service.job(name, "rm /tmp/bells"))
+    flood("bells")  # while somebody looks at another page
+    other = browser.page()
+    other.call("Page.bringToFront")
+    page.wait("document.hidden || !document.hasFocus()")
+    service.job(name, "touch /tmp/bells")
+    page.wait("counts.notifications")
+    other.close()
+    page.call("Page.bringToFront")
+    see_in_terminal(page, "end of bells")
+    flood("questions")  # the last, for the shell gets the answers
+    service.job(name, "touch /tmp/questions")
+    see_in_terminal(page, "end of questions")
+    counts = page.eval("counts")
+    assert 3 <= counts["toasts"] < 200 and counts["most"] == 1, counts
+    assert 1 <= counts["notifications"] < 50, counts
+    assert 1 <= counts["tabs"] < 1000 and 1 <= counts["sent"] < 1000, counts
+
+
 def test_the_clipboard_of_a_terminal(page: Page, service: Service, name: str) -> None:
     service.create(name)
     permit(page, service, "clipboardReadWrite", "clipboardSanitizedWrite")

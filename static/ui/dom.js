@@ -30,6 +30,7 @@ export function toast(text, kind = "info") {
   const box = h("div", { class: `toast ${kind}`, role: kind === "error" ? "alert" : "status" }, text);
   $("#toasts").append(box);
   setTimeout(() => box.remove(), kind === "error" ? 8000 : 4000);
+  return box;
 }
 
 /** Draw one thing of several; where it fails, `instead(text)` says so, and the others go on. */
