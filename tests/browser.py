@@ -72,6 +72,8 @@ class Page:
             self.dialogs.append(data["type"])
             self.send("Page.handleJavaScriptDialog", accept=self.dialog_answer)
         elif event == "Log.entryAdded" and data["entry"]["level"] in ("error", "warning"):
+            if "ERR_NETWORK_CHANGED" in data["entry"]["text"]:
+                return  # some container's interface has come or gone; the page asks again
             self.errors.append(f"{data['entry']['text']} {data['entry'].get('url', '')}")
 
     def eval(self, script: str) -> Any:
@@ -97,7 +99,14 @@ class Page:
         self.wait(f"document.querySelector({json.dumps(within)})?.innerText.includes({json.dumps(text)})", seconds)
 
     def text(self) -> str:
-        return str(self.eval("document.body.innerText"))
+        """What can be read; nothing on a page that is being left or has no body yet."""
+        with suppress(AssertionError):
+            return str(self.eval("document.body?.innerText ?? ''"))
+        return ""
+
+    def settle(self) -> None:
+        """Take in all that the page has said and asked for, when it is there."""
+        self.wait("document.readyState === 'complete'")
 
     def goto(self, url: str) -> None:
         self.call("Page.navigate", url=url)

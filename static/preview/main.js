@@ -2,11 +2,13 @@
 // The modules of the main UI do the talking with the service; they lie beside this one, under /ui/.
 
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
-const [{ api, link }, { $, h, say, toast }, { agentName, ago, lasted, tailOf }, { refresh, startPolling, store }, { AgentStream }] =
+const [{ api, link }, { $, drawn, h, say, toast }, { agentName, ago, lasted, tailOf },
+  { refresh, startPolling, store }, { AgentStream }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js"].map((name) => import(ui + name)));
 
 const TAIL_BYTES = 16384; // an event of a few letters may take 300
 const SHOWN_LINES = 40;
+const LINE_CHARS = 400;
 const STATES = { working: "Working", waiting: "Waiting for you", failed: "Failed", idle: "Idle" };
 const NEEDY = ["failed", "waiting"];
 const SEEN = "preview-seen"; // the jobs whose end was acknowledged, by session
@@ -44,8 +46,13 @@ function linesOf(job) {
   const stream = new AgentStream((block, isNew) => isNew && blocks.push(block), job.size > TAIL_BYTES);
   stream.feed("stdout", job.tail ?? "");
   if (job.state !== "running") stream.end();
-  return blocks.flatMap(blockLines).filter(({ kind, text }) => !(stream.known && kind === "raw" && text.startsWith("{")))
-    .slice(-SHOWN_LINES);
+  // All of it may be one line, of which the beginning is missing.
+  if (!blocks.length && !stream.known) blocks.push({ kind: "raw", text: job.tail ?? "" });
+  const lines = blocks.flatMap(blockLines).slice(-SHOWN_LINES);
+  for (const line of lines) {
+    if (stream.known && line.text.startsWith("{")) line.kind += " unread"; // takes one line
+  }
+  return lines.some(({ text }) => text.trim()) ? lines : [];
 }
 
 function blockLines(block) {
@@ -53,17 +60,21 @@ function blockLines(block) {
     case "tool":
       return [{ kind: `tool ${block.status}`, text: `${block.name} ${block.title}`.trim() }];
     case "text":
-      return plain(block.text).map((text) => ({ kind: "text", text }));
+      return plain(lastLines(block.text)).map((text) => ({ kind: "text", text }));
     case "raw":
-      return block.text.split("\n").map((text) => ({ kind: "raw", text: text.replace(/\x1b\[[0-?]*[ -/]*[@-~]/g, "").slice(0, 400) }));
+      return lastLines(block.text).map((text) => ({ kind: "raw",
+        text: text.replace(/\x1b\[[0-?]*[ -/]*[@-~]/g, "") }));
     case "note":
       return block.tone === "bad" ? [{ kind: "bad", text: block.text }] : [];
   }
   return [];
 }
 
-/** Markdown without its marks, line by line. */
-const plain = (text) => text.split("\n").filter((line) => !/^\s*(```|\|?[\s:|-]+\|?$)/.test(line) || line.trim() === "")
+const lastLines = (text) => text.split("\n").slice(-SHOWN_LINES)
+  .map((line) => line.slice(0, LINE_CHARS));
+
+/** Lines of Markdown without its marks. */
+const plain = (lines) => lines.filter((line) => !/^\s*(```|\|?[\s:|-]+\|?$)/.test(line) || line.trim() === "")
   .map((line) => line.replace(/^#+ |\*\*|`/g, "").replace(/\[([^\]]*)\]\([^)]*\)/g, "$1")).filter((line, index, all) => line.trim() || all[index - 1]?.trim());
 
 // --- Tiles ---
@@ -161,7 +172,7 @@ class Tile {
     this.cut.hidden = row.network !== "cut";
     put(this.asked, last ? (last.prompt ?? `$ ${last.command}`) : "");
     this.asked.title = this.asked.textContent;
-    this.drawTail(row);
+    drawn(() => this.drawTail(row), (why) => this.undrawn(row, why));
     this.box.placeholder = state === "waiting" ? "Answer…" : running ? "Prompt…" : `${row.state}`;
     this.setUp.hidden = row.agentMode || !running;
     this.box.hidden = running && !row.agentMode;
@@ -187,6 +198,13 @@ class Tile {
       : [h("p", { class: "nothing" }, !last ? "not prompted yet"
         : last.state !== "running" ? "no output" : last.size ? "at work…" : "nothing yet")]));
     if (atEnd) this.tail.scrollTop = this.tail.scrollHeight;
+  }
+
+  /** Show why the tile could not be drawn, and the end of the output as it came. */
+  undrawn(row, why) {
+    this.tail.replaceChildren(h("p", { class: "bad undrawn" }, why),
+      h("p", { class: "raw" }, (row.last?.tail ?? "").slice(-LINE_CHARS)));
+    return "failed";
   }
 }
 
@@ -222,7 +240,7 @@ function draw() {
     const index = placed.get(grid);
     placed.set(grid, index + 1);
     if (grid.children[index] !== tile.element && !focused) grid.insertBefore(tile.element, grid.children[index] ?? null);
-    states.set(row.name, tile.update(row));
+    states.set(row.name, drawn(() => tile.update(row), (why) => tile.undrawn(row, why)));
   }
   rest.hidden = ![...restGrid.children].some((tile) => !tile.hidden);
   drawCounts([...states.values()]);

@@ -1,7 +1,7 @@
 // AGENT mode: prompts, and what the agent does about them.
 
 import { api, follow } from "./api.js";
-import { h, problem, say, stickyScroll } from "./dom.js";
+import { drawn, h, problem, say, stickyScroll } from "./dom.js";
 import { AgentStream } from "./events.js";
 import { agentName, canBePrompted, duration } from "./format.js";
 import { icon } from "./icons.js";
@@ -11,7 +11,8 @@ import { refresh } from "./store.js";
 
 const SHOWN_TURNS = 10;
 const SHOWN_BYTES = 4_000_000; // of a turn that was there before; the rest can be fetched
-const SHOWN_CHARS = 20_000; // of a tool's output or of raw text
+const SHOWN_CHARS = 20_000; // of a tool's input or output, or of raw text
+const SHOWN_BLOCKS = 2000; // of a turn; the ones before them go
 
 const STATUS = { running: "running", ok: "done", failed: "failed" };
 
@@ -38,10 +39,17 @@ function put(pre, text) {
 function inputParts(block) {
   const { input } = block;
   if (input == null) return [];
-  if (typeof input !== "object") return [h("pre", { tabindex: "0" }, String(input))];
+  const whole = JSON.stringify(input, null, 2);
+  if (typeof input !== "object" || whole.length > SHOWN_CHARS) {
+    const pre = h("pre", { tabindex: "0" });
+    const box = h("div", {}, pre);
+    put(pre, typeof input === "string" ? input : whole);
+    return [box];
+  }
   const entries = Object.entries(input).filter(([, value]) => value != null && value !== "");
   const command = input.command ?? input.cmd;
-  if (typeof command === "string" && entries.every(([key]) => ["command", "cmd", "description"].includes(key))) {
+  if (typeof command === "string" && entries.every(([key, value]) => typeof value === "string"
+      && ["command", "cmd", "description"].includes(key))) {
     return [input.description && h("p", { class: "dim" }, input.description), h("pre", { tabindex: "0" }, command)].filter(Boolean);
   }
   if (entries.length === 1 && typeof entries[0][1] === "string") return [h("pre", { tabindex: "0" }, entries[0][1])];
@@ -104,8 +112,8 @@ const VIEWS = {
 export function summaryText({ cost, tokens, turns, milliseconds }) {
   const number = (value) => value.toLocaleString("en");
   return [
-    tokens && (tokens.in || tokens.out) ? `${number(tokens.in)} tokens in, ${number(tokens.out)} out` : null,
-    tokens?.cached ? `${number(tokens.cached)} cached` : null,
+    tokens.in || tokens.out ? `${number(tokens.in)} tokens in, ${number(tokens.out)} out` : null,
+    tokens.cached ? `${number(tokens.cached)} cached` : null,
     cost ? `$${cost < 0.01 ? cost.toFixed(5) : cost.toFixed(2)}` : null,
     turns > 1 ? `${turns} turns` : null,
     milliseconds ? `agent's time ${duration(milliseconds)}` : null,
@@ -162,22 +170,47 @@ class Turn {
   }
 
   draw() {
-    for (const block of this.dirty) {
-      if (block.kind === "summary") {
-        this.foot.facts.textContent = summaryText(block);
-        this.element.classList.toggle("failed", block.failed === true);
-        continue;
-      }
-      let view = this.views.get(block);
-      if (!view) {
-        view = VIEWS[block.kind](block, this.stream.known);
-        this.views.set(block, view);
-        this.blocks.append(view.element);
-      }
-      view.update(block);
-      if (block.cut) this.foot.output.hidden = false;
-    }
+    const dirty = [...this.dirty];
     this.dirty.clear();
+    const last = dirty.filter((block) => block.kind !== "summary").slice(-SHOWN_BLOCKS);
+    const summaries = dirty.filter((block) => block.kind === "summary");
+    for (const block of [...last, ...summaries])
+      drawn(() => this.drawBlock(block), (why) => this.undrawn(block, why));
+    if (last.length + summaries.length < dirty.length) this.foot.output.hidden = false;
+    for (const [old, { element }] of this.views) {
+      if (this.views.size <= SHOWN_BLOCKS) break;
+      this.views.delete(old);
+      element.remove();
+      this.foot.output.hidden = false;
+    }
+  }
+
+  drawBlock(block) {
+    if (block.kind === "summary") {
+      this.element.classList.toggle("failed", block.failed === true);
+      this.foot.facts.textContent = summaryText(block);
+      return;
+    }
+    if (!this.views.has(block)) this.place(block, VIEWS[block.kind](block, this.stream.known));
+    this.views.get(block).update(block);
+    if (block.cut) this.foot.output.hidden = false;
+  }
+
+  /** Show why a block could not be drawn, and what it holds. */
+  undrawn(block, why) {
+    const pre = h("pre", { tabindex: "0" });
+    this.place(block, {
+      element: h("div", { class: "raw undrawn" }, h("p", { class: "note bad" }, why), pre),
+      update: () => put(pre, JSON.stringify(block, null, 2)),
+    });
+    this.views.get(block).update();
+  }
+
+  place(block, view) {
+    const before = this.views.get(block);
+    this.views.set(block, view);
+    if (before) before.element.replaceWith(view.element);
+    else this.blocks.append(view.element);
   }
 
   end() {

@@ -1,5 +1,7 @@
 // The web service, as the README describes it under "Web service API".
 
+import { decision, detail, job, row, shown } from "./typed.js";
+
 export class ApiError extends Error {
   constructor(status, { code = "failed", message = `the server answered with status ${status}`, hint = "" } = {}) {
     super(message);
@@ -54,9 +56,10 @@ async function call(method, address, body) {
 }
 
 export const api = {
-  sessions: (tail) => call("GET", path("sessions") + (tail ? `?tail=${tail}` : "")),
+  sessions: async (tail) =>
+    (await call("GET", path("sessions") + (tail ? `?tail=${tail}` : ""))).map(row),
   create: (what) => call("POST", path("sessions"), what),
-  session: (name) => call("GET", path("sessions", name)),
+  session: async (name) => detail(await call("GET", path("sessions", name))),
   remove: (name) => call("DELETE", path("sessions", name)),
   act: (name, action) => call("POST", path("sessions", name, action)),
   settings: (name) => call("GET", path("sessions", name, "settings")),
@@ -64,10 +67,13 @@ export const api = {
   network: (name) => call("GET", path("sessions", name, "network")),
   changeNetwork: (name, rules) => call("POST", path("sessions", name, "network"), rules),
   decisionsAddress: (name) => path("sessions", name, "network", "events"),
-  command: (name, command) => call("POST", path("sessions", name, "command"), { command }),
-  prompt: (name, prompt) => call("POST", path("sessions", name, "prompt"), { prompt }),
-  jobs: (name, limit = 50) => call("GET", path("sessions", name, "jobs") + `?limit=${limit}`),
-  job: (name, id) => call("GET", path("sessions", name, "jobs", id)),
+  decision: (data) => decision(JSON.parse(data)),
+  command: async (name, command) =>
+    job(await call("POST", path("sessions", name, "command"), { command })),
+  prompt: async (name, prompt) =>
+    job(await call("POST", path("sessions", name, "prompt"), { prompt })),
+  jobs: async (name, limit = 50) =>
+    (await call("GET", path("sessions", name, "jobs") + `?limit=${limit}`)).map(job),
   cancel: (name, id) => call("DELETE", path("sessions", name, "jobs", id)),
   profiles: () => call("GET", path("profiles")),
   terminals: (name) => call("GET", path("sessions", name, "terminals")),
@@ -147,7 +153,8 @@ export async function follow(name, id, { from = 0, signal, on }) {
         if (signal.aborted) return;
         wait = 250;
         if (event.id) offset = Number(event.id);
-        on(event.event, JSON.parse(event.data));
+        const data = JSON.parse(event.data);
+        on(event.event, event.event.startsWith("std") ? shown(data) : job(data));
         if (event.event === "end") return;
       }
     } catch (error) {

@@ -1,8 +1,8 @@
 // The Network screen: what a session with an allowlist may reach, and what it tries to reach, as it happens.
 
 import { api } from "./api.js";
-import { busy, h, problem, say } from "./dom.js";
-import { ago } from "./format.js";
+import { busy, drawn, h, problem, say } from "./dom.js";
+import { ago, named } from "./format.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
 import { refresh, store } from "./store.js";
@@ -96,8 +96,9 @@ class Row {
     if (!this.element) this.build();
     const { verdict, rule, reason, time } = this.last;
     const denied = this.verdict === "deny";
-    put(this.chip, { allow: "allowed", deny: "refused" }[verdict]);
-    this.chip.className = `chip ${verdict === "deny" ? "bad" : "good"}`;
+    put(this.chip, named({ allow: "allowed", deny: "refused" }, verdict));
+    const tone = verdict === "deny" ? "bad" : verdict === "allow" ? "good" : "off";
+    this.chip.className = `chip ${tone}`;
     put(this.facts, this.count === 1 ? `once, ${ago(time)}` : [`${this.count} times`,
       this.refused && this.refused < this.count && `refused ${this.refused}`, `last ${ago(time)}`].filter(Boolean).join(", "));
     this.facts.title = this.when ||= new Date(time).toLocaleString();
@@ -108,6 +109,13 @@ class Row {
     this.button.setAttribute("aria-label", `${denied ? "Allow" : "Deny"} ${this.label}`);
     this.button.hidden = !this.rule();
     this.element.className = `decision ${denied ? "denied" : ""}`;
+  }
+
+  undrawn(why) {
+    this.element ??= h("li", {});
+    this.element.className = "decision undrawn";
+    this.element.replaceChildren(h("h3", { class: "mono" }, this.label),
+      h("p", { class: "why" }, why));
   }
 }
 
@@ -189,7 +197,7 @@ function decisionList(name, { change, live }) {
   let [drawing, hiding, retrying] = [];
 
   function take(decision) {
-    if (decision.time <= floor) return; // it was here before the connection broke
+    if (floor && decision.time <= floor) return; // it was here before the connection broke
     if (decision.time > latest) latest = decision.time;
     const key = `${decision.host} ${decision.port}`;
     const row = rows.get(key);
@@ -211,7 +219,7 @@ function decisionList(name, { change, live }) {
     drawing = undefined;
     const held = list.querySelector(HELD);
     [...rows.values()].reverse().forEach((row, index) => {
-      row.draw();
+      drawn(() => row.draw(), (why) => row.undrawn(why));
       row.element.hidden = only.checked && row.verdict !== "deny";
       if (held) row.element.isConnected || list.append(row.element);
       else if (list.children[index] !== row.element) list.insertBefore(row.element, list.children[index] ?? null);
@@ -224,7 +232,7 @@ function decisionList(name, { change, live }) {
     if (stream || document.hidden) return;
     stream = new EventSource(api.decisionsAddress(name));
     stream.addEventListener("open", () => (floor = latest));
-    stream.addEventListener("decision", ({ data }) => take(JSON.parse(data)));
+    stream.addEventListener("decision", ({ data }) => take(api.decision(data)));
     stream.addEventListener("error", () => { // it ends with the proxy; otherwise the browser connects again
       if (live() && stream.readyState !== EventSource.CLOSED) return;
       hush();
@@ -275,7 +283,8 @@ function cutNotice(name) {
 
 function mountOther(root, { name, session: { network } }) {
   root.append(h("div", { class: "scroll" }, h("div", { class: "network" },
-    h("p", {}, KINDS[network] ?? `This session's network is ${network}.`),
+    h("p", {}, Object.hasOwn(KINDS, network) ? KINDS[network]
+      : `This session's network is ${network}.`),
     h("p", {}, "With an allowlist it reaches the hosts that you name and nothing else, and this page shows what it asks for. "
       + "Choose one in the ", h("a", { href: `#/s/${encodeURIComponent(name)}/settings` }, "settings"),
       ": the container has to be created again for it."))));

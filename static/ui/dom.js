@@ -30,6 +30,16 @@ export function toast(text, kind = "info") {
   const box = h("div", { class: `toast ${kind}`, role: kind === "error" ? "alert" : "status" }, text);
   $("#toasts").append(box);
   setTimeout(() => box.remove(), kind === "error" ? 8000 : 4000);
+  return box;
+}
+
+/** Draw one thing of several; where it fails, `instead(text)` says so, and the others go on. */
+export function drawn(draw, instead) {
+  try {
+    return draw();
+  } catch (error) {
+    return instead(`This could not be shown: ${error.message}`);
+  }
 }
 
 /** What went wrong, as the server has put it, with what can be done about it. */

@@ -8,28 +8,71 @@
 //   raw       { text, stream }                        what nobody here knows, as it came
 //   summary   { cost, tokens: { in, out, cached }, milliseconds, turns, failed }
 // The stream is told by its shape, not by the session's agent: a template may run any of the four, or something else.
+// An event passes through its type below before anything of it is shown; one that does not fit
+// becomes a raw block.
+
+import { any, check, flag, list, number, record, text } from "./typed.js";
 
 const RAW_CHARS = 400_000; // of a block; the server keeps all
+const LINE_CHARS = 4_000_000; // of an event; what is longer is none
+const TITLE_CHARS = 500;
 
-const pretty = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
+const isText = (value) => typeof value === "string";
+
+// --- The events of the four agents ---
+
+const PART = record({ type: text, id: text, name: text, text, thinking: text, input: any,
+  tool_use_id: text, content: any, is_error: flag });
+const parts = (value, key) => (isText(value)
+  ? [{ type: "text", text: value }] : list(PART)(value, key));
+const CLAUDE = record({ type: text, subtype: text, model: text, error: any, result: text,
+  is_error: flag, isReplay: flag, total_cost_usd: number, duration_ms: number, num_turns: number,
+  parent_tool_use_id: text,
+  message: record({ id: text, content: parts }),
+  event: record({ type: text, message: record({ id: text }), content_block: PART, delta: PART }),
+  usage: record({ input_tokens: number, output_tokens: number, cache_creation_input_tokens: number,
+    cache_read_input_tokens: number }) });
+const GEMINI = record({ type: text, model: text, role: text, content: text, delta: flag,
+  tool_id: text, tool_name: text, parameters: any, output: any, status: text, error: any,
+  stats: record({ input_tokens: number, output_tokens: number, cached: number,
+    duration_ms: number }) });
+const CODEX = record({ type: text, error: any,
+  usage: record({ input_tokens: number, cached_input_tokens: number, output_tokens: number }),
+  item: record({ id: text, type: text, status: text, text, command: text, aggregated_output: text,
+    exit_code: number, changes: list(record({ kind: text, path: text })), server: text, tool: text,
+    arguments: any, error: any, result: record({ content: any }), query: text,
+    items: list(record({ completed: flag, text })), message: text }) });
+const OPENCODE = record({ type: text,
+  part: record({ id: text, text, callID: text, tool: text, cost: number,
+    state: record({ status: text, input: any, output: text, error: any,
+      metadata: record({ exit: number }) }),
+    tokens: record({ input: number, output: number, cache: record({ read: number }) }) }) });
+const ERROR = record({ type: text, message: any, error: any, severity: text });
+
+const pretty = (value) => (isText(value) ? value : JSON.stringify(value, null, 2));
 
 /** Text out of a tool's result: a string, a list of parts, or any other value. */
 function resultText(content) {
   if (content == null) return "";
-  if (typeof content === "string") return content;
   if (!Array.isArray(content)) return pretty(content);
-  return content.map((part) => (typeof part === "string" ? part : part.text ?? `[${part.type ?? "part"}]`)).join("\n");
+  return content.map((part) => (isText(part?.text) ? part.text
+    : isText(part?.type) ? `[${part.type}]` : pretty(part))).join("\n");
 }
+
+/** What an error says: a string, an object with a message somewhere, or any other value. */
+const errorText = (error) => [error?.data?.message, error?.message, error?.name].find(isText)
+  ?? pretty(error);
 
 /** One line that says what a tool call is about. */
 export function toolTitle(input) {
   if (input == null) return "";
-  if (typeof input === "string") return input;
-  const main = ["command", "cmd", "file_path", "filePath", "path", "absolute_path", "pattern", "query", "url", "prompt",
-    "description", "subject"].map((key) => input[key]).find((value) => value != null && value !== "");
-  if (main !== undefined) return Array.isArray(main) ? main.join(" ") : String(main);
-  const text = JSON.stringify(input);
-  return text === "{}" ? "" : text;
+  const main = isText(input) ? input
+    : ["command", "cmd", "file_path", "filePath", "path", "absolute_path", "pattern", "query",
+      "url", "prompt", "description", "subject"].map((key) => input[key])
+      .find((value) => value != null && value !== "") ?? input;
+  const words = Array.isArray(main) && main.every(isText);
+  const line = words ? main.join(" ") : isText(main) ? main : JSON.stringify(main);
+  return line === "{}" ? "" : line.slice(0, TITLE_CHARS);
 }
 
 export class AgentStream {
@@ -61,6 +104,9 @@ export class AgentStream {
     const lines = (this.rest[stream] + text).split("\n");
     this.rest[stream] = lines.pop();
     for (const line of lines) this.line(line, stream);
+    if (this.rest[stream].length <= LINE_CHARS) return;
+    this.raw(this.rest[stream], stream);
+    this.rest[stream] = "";
   }
 
   /** The job is over. */
@@ -76,27 +122,28 @@ export class AgentStream {
 
   line(line, stream) {
     const event = stream === "stdout" ? parsed(line) : null;
-    const read = event && this.reader(event);
+    const [type, read] = (event && this.reader(event)) ?? [];
     if (read) {
       this.known = true;
       try {
-        if (read.call(this, event) !== false) return;
+        if (read.call(this, type(event)) !== false) return;
       } catch { /* an event of a known name in an unknown shape: shown as it came */ }
     }
     this.raw(line, stream);
   }
 
-  /** The method that reads this event, if it is one of a known agent. */
+  /** The type of this event and the method that reads it, if it is one of a known agent. */
   reader(event) {
     const { type } = event;
-    if (typeof type !== "string") return null;
-    if (/^(thread|turn|item)\./.test(type)) return this.codex;
-    if (event.part && event.sessionID !== undefined) return this.opencode;
-    if (type === "error") return this.error;
+    if (!isText(type)) return null;
+    if (/^(thread|turn|item)\./.test(type)) return [CODEX, this.codex];
+    if (event.part && event.sessionID !== undefined) return [OPENCODE, this.opencode];
+    if (type === "error") return [ERROR, this.error];
     if (["system", "assistant", "user", "stream_event"].includes(type) || (type === "result" && !event.stats)) {
-      return event.session_id !== undefined ? this.claude : null;
+      return event.session_id !== undefined ? [CLAUDE, this.claude] : null;
     }
-    if (["init", "message", "tool_use", "tool_result", "result"].includes(type) && event.timestamp) return this.gemini;
+    if (["init", "message", "tool_use", "tool_result", "result"].includes(type) && event.timestamp)
+      return [GEMINI, this.gemini];
     return null;
   }
 
@@ -124,24 +171,26 @@ export class AgentStream {
   }
 
   note(text, tone = "info") {
+    check(isText(text) && text.trim());
     this.add({ kind: "note", text, tone });
   }
 
   say(text, kind = "text") {
-    if (text === "" || text == null) return null;
+    check(isText(text));
+    if (!text) return null;
     this.spoke ||= kind === "text";
     return this.add({ kind, text });
   }
 
   /** Add to the text that is being written, or begin it. */
-  delta(text, kind = "text") {
-    if (!text) return;
-    this.spoke ||= kind === "text";
-    if (this.open?.kind === kind) this.change(this.open, { text: this.open.text + text });
-    else this.open = this.add({ kind, text });
+  delta(text) {
+    check(isText(text));
+    if (this.open?.kind === "text") this.change(this.open, { text: this.open.text + text });
+    else this.open = this.say(text);
   }
 
   toolStarts(id, name, input) {
+    check(isText(id) && isText(name));
     if (this.tools.has(id)) return this.change(this.tools.get(id), { name, input, title: toolTitle(input) });
     const block = { kind: "tool", id, name, input, title: toolTitle(input), output: "", status: "running" };
     this.tools.set(id, block);
@@ -149,6 +198,7 @@ export class AgentStream {
   }
 
   toolEnds(id, output, failed) {
+    check(isText(output));
     const block = this.tools.get(id) ?? this.toolStarts(id, "tool", null) ?? this.tools.get(id);
     this.change(block, { output, status: failed ? "failed" : "ok" });
     this.tools.delete(id); // an agent may use an id again
@@ -168,19 +218,18 @@ export class AgentStream {
     if (type === "stream_event") return this.claudePartial(event);
     if (type === "result") return this.claudeResult(event);
     if (type === "assistant") {
-      if (event.error) this.note(event.error, "bad");
+      if (event.error) this.note(errorText(event.error), "bad");
       for (const part of message.content) this.claudePart(part, message.id);
       return true;
     }
-    const parts = Array.isArray(message.content) ? message.content : [];
-    for (const part of parts) {
-      if (part.type === "tool_result") this.toolEnds(part.tool_use_id, resultText(part.content), part.is_error);
-    }
-    return parts.some((part) => part.type === "tool_result") || event.isReplay === true;
+    const results = message.content.filter((part) => part.type === "tool_result");
+    for (const { tool_use_id: id, content, is_error: failed } of results)
+      this.toolEnds(id, resultText(content), failed);
+    return results.length > 0 || event.isReplay === true;
   }
 
   claudeSystem(event) {
-    if (event.subtype === "init") return void this.note(event.model ?? "started");
+    if (event.subtype === "init") return void this.note(event.model || "started");
     if (event.subtype === "status" || event.subtype === "thinking_tokens") return true;
     if (event.subtype === "compact_boundary") return void this.note("the conversation was compacted");
     if (event.subtype === "api_retry") return void this.note("the model service failed; trying again", "bad");
@@ -191,7 +240,7 @@ export class AgentStream {
     if (part.type === "tool_use") return this.toolStarts(part.id, part.name, part.input);
     const kind = part.type === "thinking" ? "thinking" : "text";
     const text = part.text ?? part.thinking;
-    if (text === undefined) return this.raw(JSON.stringify(part), "stdout");
+    check(isText(text));
     // Written delta by delta already? The beginning of the message may not have been seen.
     const partial = this.parts.get(`${message} ${kind}`)?.shift() ?? this.parts.get(`undefined ${kind}`)?.shift();
     if (partial) return partial.text === text || this.change(partial, { text });
@@ -200,6 +249,7 @@ export class AgentStream {
 
   /** What is being written stays the same block until its next beginning, whatever comes in between. */
   claudePartial({ event, parent_tool_use_id: parent }) {
+    check(isText(event.type));
     const now = this.writing.get(parent) ?? {};
     this.writing.set(parent, now);
     if (event.type === "message_start") now.message = event.message.id;
@@ -239,18 +289,19 @@ export class AgentStream {
   gemini(event) {
     switch (event.type) {
       case "init":
-        return void this.note(event.model ?? "started");
+        return void this.note(event.model || "started");
       case "message":
         if (event.role === "user") return true;
         return event.delta ? this.delta(event.content) : void this.say(event.content);
       case "tool_use":
         return void this.toolStarts(event.tool_id, event.tool_name, event.parameters);
       case "tool_result":
-        return void this.toolEnds(event.tool_id, resultText(event.output) || (event.error?.message ?? ""),
+        return void this.toolEnds(event.tool_id,
+          resultText(event.output) || (event.error ? errorText(event.error) : ""),
           event.status === "error");
       case "result": {
         const stats = event.stats ?? {};
-        if (event.error) this.note(event.error.message ?? pretty(event.error), "bad");
+        if (event.error) this.note(errorText(event.error), "bad");
         return void this.summarize({
           tokens: { in: stats.input_tokens ?? 0, out: stats.output_tokens ?? 0, cached: stats.cached ?? 0 },
           milliseconds: stats.duration_ms, failed: event.status === "error",
@@ -273,7 +324,7 @@ export class AgentStream {
       return true;
     }
     if (type === "turn.failed") {
-      this.note(event.error?.message ?? "the turn failed", "bad");
+      this.note(event.error ? errorText(event.error) : "the turn failed", "bad");
       this.summarize({ failed: true });
       return true;
     }
@@ -296,11 +347,13 @@ export class AgentStream {
         return this.codexText(item, "thinking", done);
       case "command_execution":
         return tool("shell", { command: unwrapped(item.command) },
-          item.aggregated_output + (item.exit_code ? `\nexit status ${item.exit_code}` : ""));
+          (item.aggregated_output ?? "")
+            + (item.exit_code ? `\nexit status ${item.exit_code}` : ""));
       case "file_change":
         return tool("edit", { path: item.changes?.map((change) => `${change.kind} ${change.path}`).join(", ") }, "");
       case "mcp_tool_call":
-        return tool(`${item.server}.${item.tool}`, item.arguments, item.error?.message ?? resultText(item.result?.content));
+        return tool(`${item.server}.${item.tool}`, item.arguments,
+          item.error ? errorText(item.error) : resultText(item.result?.content));
       case "web_search":
         return tool("web search", { query: item.query }, "");
       case "todo_list": {
@@ -315,6 +368,7 @@ export class AgentStream {
 
   /** Each event carries the whole text so far. */
   codexText(item, kind, done) {
+    check(isText(item.text));
     const block = this.parts.get(item.id);
     if (block) this.change(block, { text: item.text });
     else {
@@ -337,11 +391,15 @@ export class AgentStream {
         return this.codexText(part, "thinking", false);
       case "tool_use": {
         const { state } = part;
+        check(isText(state.status));
         this.toolStarts(part.callID, part.tool, state.input);
         if (state.status === "completed") {
           const exit = state.metadata?.exit;
-          this.toolEnds(part.callID, state.output + (exit ? `\nexit status ${exit}` : ""), Boolean(exit));
-        } else if (state.status === "error") this.toolEnds(part.callID, state.error, true);
+          const output = (state.output ?? "") + (exit ? `\nexit status ${exit}` : "");
+          this.toolEnds(part.callID, output, Boolean(exit));
+        } else if (state.status === "error") {
+          this.toolEnds(part.callID, errorText(state.error ?? "it failed"), true);
+        }
         return true;
       }
       case "step_finish": {
@@ -359,9 +417,9 @@ export class AgentStream {
   // --- Any agent ---
 
   error(event) {
-    const text = event.message ?? event.error?.data?.message ?? event.error?.message ?? event.error?.name;
-    if (typeof text !== "string") return false;
-    return void this.note(text, event.severity === "warning" ? "info" : "bad");
+    const error = event.message ?? event.error;
+    if (error === undefined) return false;
+    return void this.note(errorText(error), event.severity === "warning" ? "info" : "bad");
   }
 }
 

@@ -2,7 +2,10 @@
 
 export const AGENTS = { claude: "Claude Code", gemini: "Gemini CLI", codex: "Codex", opencode: "OpenCode" };
 
-export const agentName = (agent) => AGENTS[agent] ?? agent;
+/** The words for a key, or the key itself: it may be the name of anything. */
+export const named = (words, key) => (Object.hasOwn(words, key) ? words[key] : key);
+
+export const agentName = (agent) => named(AGENTS, agent);
 
 export function duration(milliseconds) {
   const seconds = milliseconds / 1000;
@@ -16,6 +19,7 @@ export function duration(milliseconds) {
 
 export function ago(iso) {
   const seconds = (Date.now() - Date.parse(iso)) / 1000;
+  if (Number.isNaN(seconds)) return "at an unknown time";
   if (seconds < 45) return "just now";
   if (seconds < 5400) return `${Math.max(1, Math.round(seconds / 60))} min ago`;
   if (seconds < 129600) return `${Math.round(seconds / 3600)} h ago`;
@@ -48,7 +52,7 @@ export function lasted(job) {
 export const instant = (when) => (typeof when === "number" ? when * 1000 : Date.parse(when));
 
 /** Whether a session has a command for AGENT mode. */
-export const canBePrompted = (session) => session.agentPromptCommand.includes("{prompt}");
+export const canBePrompted = (session) => (session.agentPromptCommand ?? "").includes("{prompt}");
 
 /** The last folder of a path, for where there is little room. */
 export const tailOf = (path) => path.replace(/\/+$/, "").split("/").pop() || path;

@@ -1,5 +1,7 @@
 // Markdown into elements. The libraries come with the first text; without them it is shown as it is.
 
+const MARKDOWN_CHARS = 200_000; // what is longer is shown as it is
+
 let ready; // a promise of the renderer
 
 const TAGS = ["a", "b", "blockquote", "br", "code", "del", "details", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "i",
@@ -30,6 +32,16 @@ async function load() {
 
 const attribute = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
+/** What a renderer makes of a text; null where it fails, as at deep nesting, or shows nothing. */
+function attempt(markdown, text) {
+  try {
+    const formatted = markdown?.(text);
+    return formatted?.textContent.trim() ? formatted : null;
+  } catch {
+    return null;
+  }
+}
+
 /** Show text in an element; called again while the text grows. */
 export function render(element, text) {
   element.source = text;
@@ -39,12 +51,9 @@ export function render(element, text) {
   ready.then(async (markdown) => {
     await new Promise((done) => setTimeout(done, element.childNodes.length ? 60 : 0)); // not for every letter
     element.rendering = false;
-    if (!markdown) {
-      element.classList.add("plain");
-      element.textContent = element.source;
-      return;
-    }
-    element.replaceChildren(markdown(element.source));
+    const formatted = element.source.length <= MARKDOWN_CHARS && attempt(markdown, element.source);
+    element.classList.toggle("plain", !formatted);
+    element.replaceChildren(formatted || element.source);
     for (const pre of element.querySelectorAll("pre, table")) pre.tabIndex = 0; // scrolled by keyboard
   });
 }

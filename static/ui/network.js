@@ -1,7 +1,7 @@
 // The network rule of a session: "open", "none", "host", or { allow: [host…], deny: [host…] }; null is what is configured.
 
 import { h } from "./dom.js";
-import { count } from "./format.js";
+import { count, named } from "./format.js";
 
 const KINDS = {
   open: "Open: the engine's default network",
@@ -15,7 +15,8 @@ const lines = (area) => area.value.split(/\s+/).filter(Boolean);
 
 /** A rule in a few words. */
 export function networkText(rule) {
-  if (kindOf(rule) !== "list") return { open: "open", none: "no network", host: "the host's network" }[rule] ?? String(rule);
+  const words = { open: "open", none: "no network", host: "the host's network" };
+  if (kindOf(rule) !== "list") return named(words, String(rule));
   return `${count(rule.allow?.length ?? 0, "allowed host")}`;
 }
 

@@ -1,7 +1,7 @@
 // The list of sessions, with live state, and the form that makes a new one.
 
 import { api } from "./api.js";
-import { $, h, problem, toast } from "./dom.js";
+import { $, drawn, h, problem, toast } from "./dom.js";
 import { AGENTS, agentName, ago, count, outcome, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { refresh, store } from "./store.js";
@@ -51,7 +51,8 @@ export function mountList(root, { place }) {
     shown.forEach((row, index) => {
       if (!cards.has(row.name)) cards.set(row.name, card(row.name));
       const item = cards.get(row.name);
-      fill(item, row, row.name === name);
+      drawn(() => fill(item, row, row.name === name),
+        (why) => ($(".doing", item).textContent = why));
       if (list.children[index] !== item) list.insertBefore(item, list.children[index] ?? null);
     });
   }

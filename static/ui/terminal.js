@@ -12,6 +12,9 @@ const ACK_BYTES = 128 * 1024;
 const ACK_MILLISECONDS = 200;
 const INPUT_BYTES = 64 * 1024; // per frame
 const SCROLLBACK_LINES = 10_000;
+const LABEL_CHARS = 80;
+const NEWS_CHARS = 300;
+const NEWS_MILLISECONDS = 500; // a program's bells and notifications are told no more often
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 let libraries;
@@ -48,6 +51,7 @@ class View {
     Object.assign(this, { session, id, run, tell });
     this.label = "";
     this.early = [];
+    this.typing = "";
     this.position = 0; // sequence number of the next byte
     this.acked = 0;
     this.writer = true;
@@ -79,23 +83,39 @@ class View {
     term.onData((text) => this.typed(text));
     term.onBinary((text) => this.send(Uint8Array.from(text, (char) => char.charCodeAt(0))));
     term.onTitleChange((title) => {
-      this.label = title;
+      this.label = title.slice(0, LABEL_CHARS);
       this.tell("label", this);
     });
-    term.onBell(() => this.replaying || this.tell("bell", this, "The terminal rang its bell"));
+    term.onBell(() => this.news("The terminal rang its bell"));
     term.parser.registerOscHandler(9, (text) => {
-      if (!/^\d+;/.test(text) && !this.replaying) this.tell("bell", this, text); // 9;4;… is a progress bar
+      if (!/^\d+;/.test(text)) this.news(text); // 9;4;… is a progress bar
       return true;
     });
     term.parser.registerOscHandler(777, (text) => {
-      const [what, title, ...body] = text.split(";");
-      if (what === "notify" && !this.replaying) this.tell("bell", this, body.join(";") || title, title);
+      const [, title, body] = /^notify;([^;]*);?([^]*)$/.exec(text) ?? [];
+      if (title !== undefined) this.news(body || title, title);
       return true;
     });
     term.attachCustomKeyEventHandler((event) => this.shortcut(event));
     this.theme = () => (term.options.theme = THEMES[dark.matches ? "dark" : "light"]);
     dark.addEventListener("change", this.theme);
     this.sizes = new ResizeObserver(() => this.fit());
+  }
+
+  /** Tell a bell or a notification at once, and of those that come too fast after it the last. */
+  news(text, title = "") {
+    if (this.replaying) return;
+    this.latest = [text.slice(0, NEWS_CHARS), title.slice(0, NEWS_CHARS)];
+    const wait = (this.told ?? -Infinity) + NEWS_MILLISECONDS - performance.now();
+    if (wait <= 0) this.tellNews();
+    else this.newsTimer ??= setTimeout(() => this.tellNews(), wait);
+  }
+
+  tellNews() {
+    clearTimeout(this.newsTimer);
+    this.newsTimer = undefined;
+    this.told = performance.now();
+    this.tell("bell", this, ...this.latest);
   }
 
   /** Keys that are the page's; false keeps them from the program. */
@@ -265,6 +285,14 @@ class View {
       this.ctrl = false;
       this.tell("ctrl", this);
     }
+    // The answers to many questions of a program go together.
+    if (!this.typing) queueMicrotask(() => this.sendTyped());
+    this.typing += text;
+  }
+
+  sendTyped() {
+    const text = this.typing;
+    this.typing = "";
     this.send(new TextEncoder().encode(text));
   }
 
@@ -291,6 +319,7 @@ class View {
   close() {
     this.gone = true;
     clearTimeout(this.ackTimer);
+    clearTimeout(this.newsTimer);
     this.sizes.disconnect();
     dark.removeEventListener("change", this.theme);
     this.socket?.close();
@@ -309,6 +338,7 @@ export function mount(root, context) {
   let current = null;
   let gone = false;
   let starting = null;
+  let drawing;
 
   const notice = h("div", {});
   const tabs = h("div", { class: "term-tabs", role: "tablist", "aria-label": "Terminals" });
@@ -348,12 +378,14 @@ export function mount(root, context) {
     if (what === "leave") $("[aria-selected=true]", tabs)?.focus();
     if (what === "ctrl") $('[data-key="Ctrl"]', keys).setAttribute("aria-pressed", String(view.ctrl));
     if (what === "again") open({ run: view.run }, view);
-    drawTabs();
+    drawing ??= requestAnimationFrame(drawTabs); // once, however often a program names its terminal
   };
 
   const labelOf = (view, index) => view.label || (view.run === "agent" ? agentName(context.session.agent) : `Shell ${index + 1}`);
 
   function drawTabs() {
+    cancelAnimationFrame(drawing);
+    drawing = undefined;
     if (gone) return;
     const focused = tabs.contains(document.activeElement) ? [...tabs.children].findIndex((t) => t.contains(document.activeElement)) : -1;
     tabs.replaceChildren(...views.map((view, index) => h("div", { class: `term-tab ${view.over ? "over" : ""}`, role: "presentation" },
@@ -489,7 +521,8 @@ export function mount(root, context) {
     }
     if (away || view !== current) {
       view.rang = true;
-      toast(`${name}: ${text}`);
+      view.toast?.remove();
+      view.toast = toast(`${name}: ${text}`);
     }
   }
 

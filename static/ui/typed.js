@@ -1,0 +1,99 @@
+// The door for what a container has a hand in: an agent's events, sessions, jobs, decisions. What
+// passes has the types that are written down for it, whatever was sent. A strict type throws at a
+// value that does not fit, and the whole that it was part of is then shown as it came. A lenient
+// type makes the value fit, so that one odd field hides nothing else.
+
+const DEEPEST = 64;
+
+class Unfit extends TypeError {}
+
+/** Give up on a value where `fits` is false. */
+export function check(fits, what = "this field") {
+  if (!fits) throw new Unfit(`${what} has another type than expected`);
+}
+
+// --- Strict types ---
+
+export function text(value, key) {
+  check(typeof value === "string", key);
+  return value;
+}
+
+/** A number that can be counted with: no infinity, nothing that has lost its unit. */
+export function number(value, key) {
+  check(typeof value === "number" && Math.abs(value) <= Number.MAX_SAFE_INTEGER, key);
+  return value;
+}
+
+export function flag(value, key) {
+  check(typeof value === "boolean", key);
+  return value;
+}
+
+/** Any value of JSON that is not nested so deeply that it could not be written out again. */
+export function any(value, key) {
+  const look = (inner, depth) => {
+    check(depth < DEEPEST, key);
+    if (inner === null || typeof inner !== "object") return;
+    for (const child of Object.values(inner)) look(child, depth + 1);
+  };
+  look(value, 0);
+  return value;
+}
+
+export const list = (type) => (value, key) => {
+  check(Array.isArray(value), key);
+  return value.map((item) => type(item, key));
+};
+
+const isRecord = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+
+/** An object with these fields and no other; those that are missing or null are left out. */
+export const record = (fields) => (value, key) => {
+  check(isRecord(value), key);
+  return Object.fromEntries(Object.entries(fields).filter(([name]) => value[name] != null)
+    .map(([name, type]) => [name, type(value[name], name)]));
+};
+
+// --- Lenient types ---
+
+/** Text of any value; halves of characters, which no address can hold, are replaced. */
+export function shown(value) {
+  if (typeof value === "string") return value.toWellFormed?.() ?? value;
+  try {
+    return JSON.stringify(any(value));
+  } catch {
+    return "(nested too deeply to be shown)";
+  }
+}
+
+const amount = (value) => {
+  try {
+    return number(value);
+  } catch {
+    return undefined;
+  }
+};
+const whether = (value) => value === true;
+const when = (value) => amount(value) ?? shown(value);
+const texts = (value) => (Array.isArray(value) ? value.map(shown) : [shown(value)]);
+
+/** An object of lenient fields; anything else becomes the text of one of them. */
+const fitted = (fields, one) => {
+  const type = record(fields);
+  return (value) => type(isRecord(value) ? value : { [one]: shown(value) });
+};
+
+export const job = fitted({ id: shown, session: shown, kind: shown, state: shown, exit: amount,
+  command: shown, prompt: shown, started: when, ended: when, size: amount, error: shown,
+  tail: shown }, "error");
+const rules = fitted({ allow: texts, deny: texts }, "allow");
+const session = { name: shown, state: shown, agent: shown, directory: shown };
+export const row = fitted({ ...session, network: shown, agentMode: whether, jobs: amount,
+  terminals: amount, last: job }, "name");
+export const detail = fitted({ ...session, workdir: shown, runtime: shown,
+  agentPromptCommand: shown, ports: texts,
+  network: (value) => (isRecord(value) ? rules(value) : shown(value)) }, "name");
+const DECISION = fitted({ host: shown, port: amount, verdict: shown, rule: shown, reason: shown,
+  time: shown, first: shown, count: amount }, "host");
+export const decision = (value) => ({ host: "", time: "", ...DECISION(value) });
