@@ -1,7 +1,8 @@
 """The harness of the tests that drive real engines.
 
 A test that asks for `engine` runs three times: on docker, on rootful podman and on rootless podman of the user
-sandbox-test. tests/prepare makes the machine ready; an engine that does not answer is a failure, not a skip.
+sandbox-test; those of sessions also on a rootless docker of that user. tests/prepare makes the machine ready; an
+engine that does not answer is a failure, not a skip.
 The code under test is a world-readable copy of the working tree, started in a clean environment
 with /usr/bin/python3, or the Python that SANDBOX_TEST_PYTHON names, because the checkout and its
 venv may lie where sandbox-test cannot read.
@@ -215,6 +216,8 @@ class Engine:
             environ["CONTAINERS_CONF"] = CONTAINERS_CONF
             # Podman 5 warns of an old kernel interface on stderr with every command.
             environ["PODMAN_IGNORE_CGROUPSV1_WARNING"] = "1"
+        if self.id == "rootless-docker":
+            environ["DOCKER_HOST"] = f"unix:///run/user/{owner.pw_uid}/docker.sock"
         if owner.pw_uid:
             environ["XDG_RUNTIME_DIR"] = f"/run/user/{owner.pw_uid}"
         return environ
@@ -342,10 +345,21 @@ def copy_code(app: Path) -> None:
     subprocess.run(["chmod", "-R", "a+rX", app], check=True)
 
 
-@pytest.fixture(scope="session", params=["docker", "podman", "rootless"])
+ENGINES = ("docker", "podman", "rootless")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what asks for `engine` on each of them, and the tests of sessions on a rootless docker, too."""
+    named = (mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "engine" in metafunc.fixturenames and "engine" not in named:
+        more = ("rootless-docker",) if metafunc.module.__name__ == "test_engines" else ()
+        metafunc.parametrize("engine", [*ENGINES, *more], indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest, area: Path) -> Iterator[Engine]:
-    runtime = "docker" if request.param == "docker" else "podman"
-    engine = Engine(request.param, runtime, USER if request.param == "rootless" else "root", area)
+    runtime = "docker" if "docker" in request.param else "podman"
+    engine = Engine(request.param, runtime, USER if "rootless" in request.param else "root", area)
     answer = engine.run("image", "inspect", IMAGE)
     if answer.returncode != 0:
         pytest.fail(f"{engine.id} does not answer or lacks {IMAGE}:\n{answer.stderr}")
