@@ -161,11 +161,11 @@ class Machine:
 
 def download(package: str, folder: Path) -> None:
     """Fetch a package of the distribution, where it has one, with the lists that are here or with new ones."""
-    if not list(Path("/var/lib/apt/lists").glob("*Packages*")):
+    argv = ["apt-get", "download", "-qq", package]
+    if subprocess.run(argv, cwd=folder, capture_output=True, timeout=300).returncode:
         subprocess.run(["apt-get", "update", "-qq"], check=True, capture_output=True, timeout=300)
-    shown = subprocess.run(["apt-cache", "show", package], capture_output=True)
-    if shown.returncode == 0:
-        subprocess.run(["apt-get", "download", "-qq", package], cwd=folder, check=True, timeout=300)
+        if subprocess.run(["apt-cache", "show", package], capture_output=True).returncode == 0:
+            subprocess.run(argv, cwd=folder, check=True, capture_output=True, timeout=300)
 
 
 @contextmanager
