@@ -108,7 +108,7 @@ class Machine:
         self.must("rm", "-rf", "/var/lib/apt/lists")
 
     def offer(self, *packages: str) -> None:
-        """Put packages of the distribution into the repository that apt reads here."""
+        """Put packages, those that the distribution has, into the repository that apt reads here."""
         folder = self.engine.area / "packages"
         folder.mkdir(exist_ok=True)
         for package in packages:
@@ -160,14 +160,12 @@ class Machine:
 
 
 def download(package: str, folder: Path) -> None:
-    """Fetch a package of the distribution, with the lists that are here or with new ones."""
-    for update in ([], ["apt-get", "update", "-qq"]):
-        if update:
-            subprocess.run(update, check=True, capture_output=True, timeout=300)
-        done = subprocess.run(["apt-get", "download", "-qq", package], cwd=folder, capture_output=True, timeout=300)
-        if done.returncode == 0:
-            return
-    raise AssertionError(done.stderr)
+    """Fetch a package of the distribution, where it has one, with the lists that are here or with new ones."""
+    argv = ["apt-get", "download", "-qq", package]
+    if subprocess.run(argv, cwd=folder, capture_output=True, timeout=300).returncode:
+        subprocess.run(["apt-get", "update", "-qq"], check=True, capture_output=True, timeout=300)
+        if subprocess.run(["apt-cache", "show", package], capture_output=True).returncode == 0:
+            subprocess.run(argv, cwd=folder, check=True, capture_output=True, timeout=300)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ def log_in(page: Page, service: Service, where: str = "/auth/login") -> None:
 
 
 def fill_login(page: Page) -> None:
+    page.settle()  # before its script has come, Enter leads nowhere
     page.fill("#username", "admin")
     page.fill("#password", PASSWORD)
     page.press("Enter")
@@ -352,6 +353,7 @@ def fuzz(page: Page, service: Service, count: int, seed: int) -> list[list[str]]
     wrong = []
     for path, script, size in (("/", TURNS, 10), ("/preview", TILES, 50)):
         page.goto(f"http://{service.address}{path}")
+        page.wait("document.querySelector('.grid, .sessions')")
         for start in range(0, count, size):
             wrong += page.eval(f"({script})({json.dumps(cases[start : start + size])})")
             assert not page.errors, cases[start : start + size]
@@ -422,6 +424,7 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
     for path, found in (("/", "[...document.querySelectorAll('.sessions .name')]"),
                         ("/preview", "[...document.querySelectorAll('.tile h2')]")):
         page.goto(f"http://{service.address}{path}")
+        page.wait("document.querySelector('.grid, .sessions')")
         names, text = page.eval(f"""(async () => {{
             const script = document.querySelector("script[type=module]").src;
             const base = script.replace(/main.js$/, "").replace("/preview/", "/ui/");
@@ -1014,8 +1017,8 @@ def test_a_phone(page: Page, service: Service, name: str) -> None:
         time.sleep(0.2)
         assert page.eval("Math.max(document.documentElement.scrollWidth, innerWidth)") == PHONE[0], screen
     see_in_terminal(page, "# ")
-    # A prompt so short that nothing wraps. No prompt comes before the next line is typed: busybox asks the
-    # terminal where the cursor is then, and loses what is typed before the answer.
+    # A prompt so short that nothing wraps. No prompt comes before the next line is typed: busybox
+    # asks the terminal where the cursor is then, and loses what is typed before the answer.
     enter(page, "clear; PS1='> '; echo sta${x}rted; sleep 100")
     see_in_terminal(page, "started")
     page.click("[data-key=Ctrl]")

@@ -78,7 +78,7 @@ class TestNoEngine:
     @pytest.mark.parametrize("engine", ["docker", "rootless"], indirect=True)
     def test_root_is_offered_docker_and_anybody_else_podman(self, engine: Engine) -> None:
         env = {"PATH": path_of(engine, "apt-get"), "SANDBOX_RUNTIME": ""}
-        for part in [" docker.io"] if engine.user == "root" else [" podman uidmap", "run: sudo "]:
+        for part in [" docker.io"] if engine.user == "root" else [" podman uidmap", "ask an administrator to run: "]:
             assert_refused(engine, "engine", "neither docker nor podman is installed", part, env=env)
 
     @docker_only

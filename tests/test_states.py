@@ -12,12 +12,13 @@ import pytest
 from conftest import IMAGE, PYTHON, USER, Engine, Result
 from machine import Machine, own_machine
 
-from sandbox import missing_helpers
+from sandbox import missing_helpers, version_numbers
 
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 
 RUN = ("run", "--rm-on-exit", "-x", "echo it works")
 NO_DOCKER = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock"
+DOCKER = ("docker.io", "docker-cli")  # the client is in the first one up to Debian 12
 INSTALL = "apt-get install -y --install-recommends"
 
 
@@ -68,8 +69,8 @@ def assert_mended(machine: Machine, *commands: str, **how: Any) -> Result:
 
 def without_engines(machine: Machine) -> None:
     machine.load_docker()
-    machine.offer("docker.io")
-    machine.remove("docker.io", "podman")
+    machine.offer(*DOCKER)
+    machine.remove(*DOCKER, "podman")
 
 
 def test_nothing_is_installed(machine: Machine) -> None:
@@ -92,13 +93,13 @@ def test_an_ordinary_user_with_the_client_alone_is_given_podman(machine: Machine
     machine.let_sudo()
     machine.own_project()
     machine.offer("podman", "uidmap", "slirp4netns")
-    machine.remove("docker.io", "podman")
+    machine.remove(*DOCKER, "podman")
     assert_said(machine, "engine", "there is no dockerd", "sudo apt-get update", "podman", user=USER)
     assert_mended(machine, f"{INSTALL} podman uidmap slirp4netns", user=USER)
 
 
 def test_nobody_but_root_can_install(machine: Machine) -> None:
-    machine.remove("docker.io", "podman")
+    machine.remove(*DOCKER, "podman")
     machine.own_project()
     ask = "ask an administrator to run: apt-get update && "
     assert_said(machine, "engine", "neither docker nor podman is installed", ask, yes=True, user=USER)
@@ -106,7 +107,7 @@ def test_nobody_but_root_can_install(machine: Machine) -> None:
 
 def test_a_docker_that_this_machine_cannot_run(machine: Machine) -> None:
     """It is for another processor."""
-    machine.remove("docker.io", "podman")
+    machine.remove(*DOCKER, "podman")
     other = "b = bytearray(open('/bin/true', 'rb').read()); b[18] ^= 255; open('/usr/local/bin/docker', 'wb').write(b)"
     machine.must("sh", "-c", f"python3 -c \"{other}\" && chmod 755 /usr/local/bin/docker")
     assert_said(machine, "engine", "/usr/local/bin/docker: Exec format error", f"{INSTALL} docker.io")
@@ -114,7 +115,7 @@ def test_a_docker_that_this_machine_cannot_run(machine: Machine) -> None:
 
 def test_podman_alone_is_enough(machine: Machine) -> None:
     machine.load_podman()
-    machine.remove("docker.io")
+    machine.remove(*DOCKER)
     assert_mended(machine)
 
 
@@ -229,7 +230,7 @@ def podman(machine: Machine) -> Machine:
     machine.load_podman(USER)
     machine.let_sudo()
     machine.own_project()
-    machine.remove("docker.io")
+    machine.remove(*DOCKER)
     return machine
 
 
@@ -257,15 +258,18 @@ def test_what_podman_misses_is_told_from_what_a_container_misses(
     assert missing_helpers(message) == helpers
 
 
-@pytest.mark.parametrize(("package", "check"), [("uidmap", "daemon"), ("slirp4netns", "daemon")])
-def test_a_helper_of_rootless_podman_is_missing(podman: Machine, package: str, check: str) -> None:
+@pytest.mark.parametrize("helper", ["user ids", "network"])
+def test_a_helper_of_rootless_podman_is_missing(podman: Machine, helper: str) -> None:
+    version = podman.must("podman", "version", "--format", "{{.Client.Version}}")
+    network = "passt" if version_numbers(version) >= (5,) else "slirp4netns"
+    package = network if helper == "network" else "uidmap"
     podman.offer(package)
     podman.remove(package)
     podman.log_out()
-    rows = doctor(podman, user=USER)
-    assert rows[check]["status"] == "fail" and f"{INSTALL} {package}" in rows[check]["remedy"], rows
+    row = doctor(podman, user=USER)["daemon"]
+    assert row["status"] == "fail" and f"{INSTALL} {package}" in row["remedy"], row
     ran = podman.sandbox(*RUN, user=USER)
-    assert (ran.returncode, ran.stdout) == (125, "") and ran.stderr.endswith(f"  {rows[check]['remedy']}\n"), ran
+    assert (ran.returncode, ran.stdout) == (125, "") and ran.stderr.endswith(f"  {row['remedy']}\n"), ran
     assert_mended(podman, f"{INSTALL} {package}", user=USER)
     assert {row["status"] for row in doctor(podman, user=USER).values()} <= {"ok", "warn"}
 
@@ -282,12 +286,12 @@ def test_rootful_podman_without_a_packet_filter(podman: Machine) -> None:
     podman.load_podman()
     podman.own_project("root")
     podman.must("sh", "-c", "rm /usr/sbin/iptables /usr/sbin/nft || true")
-    assert_said(podman, "network", "netavark", f"{INSTALL} ", "iptables")
+    assert_said(podman, "network", "netavark", f"{INSTALL} ", "tables")
 
 
 def test_user_ids_are_the_administrators_and_the_rest_is_not(machine: Machine) -> None:
     machine.own_project()
-    machine.remove("docker.io", "sudo")
+    machine.remove(*DOCKER, "sudo")
     machine.must("sed", "-i", f"/^{USER}:/d", "/etc/subuid", "/etc/subgid")
     remedy = doctor(machine, user=USER)["daemon"]["remedy"]
     assert remedy.startswith("ask an administrator to run: usermod --add-subuids ")
@@ -346,7 +350,7 @@ def test_no_debootstrap(machine: Machine) -> None:
 
 
 def test_a_base_image_takes_root(machine: Machine) -> None:
-    machine.remove("docker.io")
+    machine.remove(*DOCKER)
     machine.own_project()
     (machine.engine.home / "sandbox.json").write_text("{}")
     ran = machine.sandbox("run", "--yes", "-x", "true", user=USER)
