@@ -1303,9 +1303,7 @@ def problem(kind: str, name: str, message: str, wanted: str = "docker") -> Engin
 
 def check_podman(engine: Engine) -> None:
     """Ask podman for what its containers need on this machine. Raises EngineProblem where it lacks a helper."""
-    import json
-
-    host = json.loads(engine.ask("info", "--format", "json"))["host"]
+    host = parse_json(engine.ask("info", "--format", "json"))["host"]
     if host.get("serviceIsRemote") or not host["security"]["rootless"]:
         return
     if len(host["idMappings"]["uidmap"] or []) < 2:
