@@ -25,7 +25,7 @@ from typing import Any
 Json = Any
 
 PROMPT_CHARS = 40
-ASKED_SECONDS = 30.0
+ASKED_SECONDS = 90.0
 OUTPUT_CHARS = 400
 
 # Codex gives its own models one tool, which runs JavaScript that calls the others.

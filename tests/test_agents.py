@@ -33,6 +33,7 @@ IMAGE = "localhost/sandbox:1.0-common"
 # BuildKit would start without a cache wherever it came later than this test, and prints no cache hits.
 CLASSIC = {"DOCKER_BUILDKIT": "0"}
 BUILD_SECONDS = 1500.0
+START_SECONDS = 150.0  # four agents at once, beside other work
 
 # Every shortcut of spec 2.3 and the real names.
 SHORTCUTS = {
@@ -367,11 +368,13 @@ def prompt_agents(start: Callable[[str], Terminal], asked: Callable[[str], Resul
 
 def type_prompt(screen: Terminal | Screen, agent: str, prompt: str) -> None:
     """Wait for the agent's prompt, type, and press Enter. While it still draws, it loses keys."""
-    send = screen.send if isinstance(screen, Terminal) else screen.type
-    screen.expect(SCREENS[agent][0])
+    send: Callable[[str], object] = screen.type if isinstance(screen, Screen) else screen.send
+    patience = {} if isinstance(screen, Screen) else {"timeout": START_SECONDS}
+    expect: Callable[[str], object] = partial(screen.expect, **patience)
+    expect(SCREENS[agent][0])
     screen.quiet()
     send(prompt)
-    screen.expect(prompt)
+    expect(prompt)
     screen.quiet()  # an Enter that follows at once is one of a pasted text
     send("\r")
 
