@@ -368,13 +368,11 @@ def prompt_agents(start: Callable[[str], Terminal], asked: Callable[[str], Resul
 
 def type_prompt(screen: Terminal | Screen, agent: str, prompt: str) -> None:
     """Wait for the agent's prompt, type, and press Enter. While it still draws, it loses keys."""
-    send: Callable[[str], object] = screen.type if isinstance(screen, Screen) else screen.send
-    patience = {} if isinstance(screen, Screen) else {"timeout": START_SECONDS}
-    expect: Callable[[str], object] = partial(screen.expect, **patience)
-    expect(SCREENS[agent][0])
+    send = screen.send if isinstance(screen, Terminal) else screen.type
+    screen.expect(SCREENS[agent][0], timeout=START_SECONDS)
     screen.quiet()
     send(prompt)
-    expect(prompt)
+    screen.expect(prompt, timeout=START_SECONDS)
     screen.quiet()  # an Enter that follows at once is one of a pasted text
     send("\r")
 
