@@ -1897,7 +1897,8 @@ def check_agent(engine: Engine, config: Config) -> None:
     has = Image(engine, config.image).agents if agent else ()
     if has and agent not in has:
         wanted = [*has, agent]
-        command = [*missing_image(engine, config).remedy.commands[0], "--iba", f"AGENTS={','.join(wanted)}"]
+        build = missing_image(engine, config).remedy.commands[0]
+        command = [*build, "--iba", f"AGENTS={','.join(wanted)}"]
         raise EngineProblem("agent", f"{config.image} was built without {agent}",
                             Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
@@ -2369,9 +2370,9 @@ def record(argv: Sequence[str], recorder: Recorder) -> int:
 
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
-IMAGE_FILES = ("claude-settings.json", "claude.json", "claude.sh", "codex.sh", "codex.toml", "dpkg.cfg",
-               "gemini-settings.json", "gitconfig", "install-agents", "install-node", "install-settings",
-               "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
+IMAGE_FILES = ("claude-settings.json", "claude.json", "claude.sh", "codex.sh", "codex.toml",
+               "dpkg.cfg", "gemini-settings.json", "gitconfig", "install-agents", "install-node",
+               "install-settings", "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
@@ -2423,11 +2424,13 @@ def check_build_args(args: Mapping[str, str]) -> None:
 def tool_packages() -> dict[str, list[str]]:
     """The Debian packages of each tool, from tools.txt."""
     lines = asset("image/tools.txt").decode().splitlines()
-    return {line.partition(":")[0]: line.partition(":")[2].split() for line in lines if not line.startswith("#")}
+    table = (line.split(":") for line in lines if not line.startswith("#"))
+    return {name: packages.split() for name, packages in table}
 
 
-def build_image(engine: Engine, config: Config, update_agents: bool = False, agents: Sequence[str] = ()) -> None:
-    """Build the image of a configuration, or with these agents, its progress on our terminal. Raises SandboxError."""
+def build_image(engine: Engine, config: Config, update_agents: bool = False,
+                agents: Sequence[str] = ()) -> None:
+    """Build the image of a configuration, or with these agents. Raises SandboxError."""
     if engine.name == "podman":
         check_podman(engine)
     given = dict(item.split("=", 1) for item in config.all("imageBuildArgs"))
@@ -2439,7 +2442,7 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False, age
     args.setdefault("AGENTS", ",".join((before.agents if update_agents else ()) or AGENTS))
     args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
     steps = 1
-    if "BASE" not in given:
+    if not given.get("BASE"):
         args["BASE"], steps = base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
     call_build(engine, tag, args, Step(f"build {tag}", steps, steps))
     if before.id:
@@ -2451,7 +2454,8 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
     """Build from the files of static/image/. Raises SandboxError."""
     import tempfile
 
-    argv = [engine.name, "build", "--force-rm", "-t", tag, "--label", f"sandbox.agents={args['AGENTS_UPDATED']}",
+    argv = [engine.name, "build", "--force-rm", "-t", tag,
+            "--label", f"sandbox.agents={args['AGENTS_UPDATED']}",
             "--label", f"sandbox.programs={args['AGENTS']}"]
     for name, value in args.items():
         argv += ["--build-arg", f"{name}={value}"]
@@ -2494,19 +2498,22 @@ def host_ca_bundle() -> bytes:
 
 
 class Image:
-    """An image as the engine has it, which may be not at all: its id, and what its labels say of its agents."""
+    """An image as the engine has it: its id, '' for none, and what its labels say of agents."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
-        labels = '{{.Id}}|{{index .Config.Labels "sandbox.agents"}}|{{index .Config.Labels "sandbox.programs"}}'
-        status, out, _ = engine.output("image", "inspect", "--format", labels, name).result()
+        label = '|{{index .Config.Labels "sandbox.%s"}}'
+        form = "{{.Id}}" + label % "agents" + label % "programs"
+        status, out, _ = engine.output("image", "inspect", "--format", form, name).result()
         self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split("|", 2)
         self.stamp = stamp if stamp.isdigit() else ""
-        self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))  # () where it does not say
+        # () where it does not say
+        self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))
 
     def remove_untagged(self) -> None:
-        """Remove an image whose name a new one has taken, unless it has another or a session needs it."""
-        status, tags, _ = self.engine.output("image", "inspect", "--format", "{{.RepoTags}}", self.id).result()
+        """Remove an image whose name a new one has taken, unless it has another or is in use."""
+        inspect = ("image", "inspect", "--format", "{{.RepoTags}}", self.id)
+        status, tags, _ = self.engine.output(*inspect).result()
         if not status and tags.strip() == "[]":
             self.engine.output("image", "rm", self.id).result()
 
@@ -2515,7 +2522,9 @@ def agents_stamp(image: Image, update: bool) -> str:
     """What the agents' layer is cached by: the existing image's, or a new one."""
     import time
 
-    return image.stamp if image.stamp and not update else str(int(time.time()) // (1 if update else 86400))
+    if image.stamp and not update:
+        return image.stamp
+    return str(int(time.time()) // (1 if update else 86400))
 
 
 def base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
@@ -2541,18 +2550,20 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
     """Make LOCAL_BASE from the distribution's own mirror or the one given, as root. Raises SandboxError."""
     from shutil import which
 
-    if not which("mmdebstrap") and not which("debootstrap", path=f"{os.environ.get('PATH', '')}:/usr/sbin"):
-        commands = install_commands("mmdebstrap", "debian-archive-keyring") if which("apt-get") else []
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    if not which("mmdebstrap") and not which("debootstrap", path=path):
+        packages = ("mmdebstrap", "debian-archive-keyring")
+        commands = install_commands(*packages) if which("apt-get") else []
         note = "" if commands else f"give a base image with --iba BASE=<image>, or load {BASE_IMAGE}"
-        raise EngineProblem("debootstrap", "no registry of base images answers, and mmdebstrap is not installed",
-                            Remedy(commands, note=note))
+        message = "no registry of base images answers, and mmdebstrap is not installed"
+        raise EngineProblem("debootstrap", message, Remedy(commands, note=note))
     if os.getuid() and not program("sudo"):
-        raise SandboxError("no registry of base images answers, and to make one takes root",
-                           f"ask an administrator to load {BASE_IMAGE}, or give another with --iba BASE=<image>", 125)
+        hint = f"ask an administrator to load {BASE_IMAGE}, or give another with --iba BASE=<image>"
+        raise SandboxError("no registry of base images answers, and to make one takes root", hint, 125)
     script, dpkg_cfg = (asset(f"image/{name}").decode() for name in ("make-base", "dpkg.cfg"))
-    packages = ",".join(tool_packages()["common"])
+    tools = ",".join(tool_packages()["common"])
     Step(f"make {LOCAL_BASE} from Debian's mirror", 1, 2).run(
-        ["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), packages,
+        ["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), tools,
          dpkg_cfg, *mirror])
 
 
@@ -2645,7 +2656,8 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
         for line in refusals(engine, session, since):
             say(line)
         if status == 127 and request.agent:  # a shell's for a program that is not there
-            say(f"{session.name} seems to have no {request.agent}: sandbox rm {session.name}, then run this again")
+            say(f"{session.name} seems to have no {request.agent}: "
+                f"sandbox rm {session.name}, then run this again")
         again = next_command(request, session, command) if asks else None
         if again is None:
             return status

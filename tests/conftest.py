@@ -128,7 +128,7 @@ class Terminal:
         return self.output[start : self._seen]
 
     def quiet(self, seconds: float = 1) -> None:
-        """Read until nothing has come for this long, as of a program that has drawn its screen and waits."""
+        """Read until nothing has come for this long: a program has drawn its screen and waits."""
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline and self._read(time.monotonic() + seconds):
             pass

@@ -9,7 +9,8 @@ as the agents use, on 127.0.0.1. The answer shows that the prompt has made the r
     … run: <command>  -> a call of the agent's shell tool, then: pong tool <its output>
     recall            -> pong <the first 40 characters of the prompt before this one>
 
-GET /asked/<prompt> answers as soon as that has been the prompt of a request, or after a while with a 404.
+GET /asked/<prompt> answers as soon as that has been the prompt of a request, after a
+while with a 404.
 Each request is one line on stderr.
 """
 
@@ -24,7 +25,7 @@ from typing import Any
 Json = Any
 
 PROMPT_CHARS = 40
-ASKED_SECONDS = 30.0
+ASKED_SECONDS = 90.0
 OUTPUT_CHARS = 400
 
 # Codex gives its own models one tool, which runs JavaScript that calls the others.

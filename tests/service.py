@@ -228,12 +228,12 @@ class Screen:
     def type(self, text: str | bytes) -> None:
         self.socket.send(text.encode() if isinstance(text, str) else text)
 
-    def expect(self, text: str) -> bytes:
+    def expect(self, text: str, timeout: float = 60) -> bytes:
         """Read until the text has come after what was expected before; the output up to its end."""
         wanted, start, looked = text.encode(), self.at, self.at
         while (found := self.output.find(wanted, looked)) < 0:
             looked = max(start, len(self.output) - len(wanted))
-            self.receive()
+            self.receive(timeout)
         self.at = found + len(wanted)
         return bytes(self.output[start : self.at])
 

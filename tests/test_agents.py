@@ -33,6 +33,7 @@ IMAGE = "localhost/sandbox:1.0-common"
 # BuildKit would start without a cache wherever it came later than this test, and prints no cache hits.
 CLASSIC = {"DOCKER_BUILDKIT": "0"}
 BUILD_SECONDS = 1500.0
+START_SECONDS = 150.0  # four agents at once, beside other work
 
 # Every shortcut of spec 2.3 and the real names.
 SHORTCUTS = {
@@ -112,20 +113,23 @@ class Session:
 
     def pty(self, *args: str, below: str = "") -> Terminal:
         """Run on a terminal, in the project or a directory below it."""
-        return self.engine.pty("run", "-n", self.name, *args, **self.where() | {"cwd": self.project / below})
+        where = self.where() | {"cwd": self.project / below}
+        return self.engine.pty("run", "-n", self.name, *args, **where)
 
     def where(self) -> dict[str, Any]:
         return {"cwd": self.project, "home": self.home, "user": self.user}
 
 
-def write_stub_config(engine: Engine, home: Path, volumes: Iterable[str] = (), without: str = "^$") -> None:
-    """Let all sessions start the stub and ask it, and nobody else; `without`: variables to leave out."""
+def write_stub_config(engine: Engine, home: Path, volumes: Iterable[str] = (),
+                      without: str = "^$") -> None:
+    """Let all sessions start the stub and ask it, and nobody else, `without` some variables."""
     stub = engine.area / "model_stub.py"
     if not stub.exists():
         shutil.copy(ROOT / "tests" / "model_stub.py", stub)
         stub.chmod(0o644)
     env_file = home / "stub.env"
-    env_file.write_text("".join(line for line in ENV_FILE.splitlines(True) if not re.search(without, line)))
+    lines = [line for line in ENV_FILE.splitlines(True) if not re.search(without, line)]
+    env_file.write_text("".join(lines))
     write_config(
         home,
         imageName=IMAGE.partition(":")[0],
@@ -164,7 +168,8 @@ def session(engine: Engine, image: str) -> Iterator[Session]:
         (["--iba", "TOOL=common,rusty"], "no tool 'rusty' (did you mean rust?)"),
         (["--iba", "TOLL=common"], "no build argument TOLL (did you mean TOOL?)"),
         (["--iba", "TOOL"], "TOOL"),
-        (["--iba", "AGENTS=claude,gemni"], "no agent 'gemni' (did you mean gemini?)\n  AGENTS is of claude, gemini, "),
+        (["--iba", "AGENTS=claude,gemni"],
+         "no agent 'gemni' (did you mean gemini?)\n  AGENTS is of claude, gemini, codex, opencode"),
     ],
 )
 def test_a_wrong_build_argument_is_refused_before_anything_is_built(
@@ -192,41 +197,48 @@ def test_update_agents_begins_with_the_agents_layer(engine: Engine, image: str, 
             break
     *earlier, (step, _) = run_steps.items()
     assert "install-agents" in step
-    assert len(earlier) >= 3 and all(any("Using cache" in line for line in lines) for _, lines in earlier)
+    cached = [any("Using cache" in line for line in lines) for _, lines in earlier]
+    assert len(earlier) >= 3 and all(cached)
     build.end()  # one that is broken off leaves the image that there was
     assert image_id(engine) == before
 
 
 @on_docker
-def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(engine: Engine, image: str, home: Path,
-                                                                       project: Path, name: str) -> None:
+def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(
+    engine: Engine, image: str, home: Path, project: Path, name: str
+) -> None:
     """Of an image with Gemini CLI only, by its label, which the build replaces."""
     base = f"localhost/{unique_name()}"
+    tag = f"{base}:1.0-common"
     try:
         label = f"FROM {TEST_IMAGE}\nLABEL sandbox.programs=gemini\n"
-        assert engine.run("build", "-t", f"{base}:1.0-common", "-", input=label, env=CLASSIC).returncode == 0
-        before = engine.run("image", "inspect", "--format", "{{.Id}}", f"{base}:1.0-common").stdout.strip()
+        assert engine.run("build", "-t", tag, "-", input=label, env=CLASSIC).returncode == 0
+        before = engine.run("image", "inspect", "--format", "{{.Id}}", tag).stdout.strip()
         write_config(home, imageName=base)
         refused = engine.sandbox("run", "-n", name, "-y", "c", "--", "--version")
-        offer = f"run: sandbox build --rt docker --iv 1.0-common --in {base} --iba AGENTS=gemini,claude\n"
-        assert refused.returncode == 125 and refused.stderr.endswith(f"was built without claude\n  {offer}")
+        build = f"sandbox build --rt docker --iv 1.0-common --in {base} --iba AGENTS=gemini,claude"
+        assert refused.returncode == 125
+        assert refused.stderr.endswith(f"was built without claude\n  run: {build}\n")
         assert name not in container_names(engine)
         words = ("run", "--yes", "-n", name, "-y", "c", "--", "--version")
         made = engine.sandbox(*words, timeout=BUILD_SECONDS, env=CLASSIC)
         assert made.returncode == 0 and "(Claude Code)" in made.stdout.splitlines()[-1], made.stderr
         each = f"for program in {' '.join([*AGENTS, *SHORTCUTS])}; do command -v $program; done"
         which = engine.sandbox("run", "-n", name, "-x", each)
-        assert [Path(line).name for line in which.stdout.split()] == ["claude", "gemini", "agent-a", "agent-b"]
+        found = [Path(line).name for line in which.stdout.split()]
+        assert found == ["claude", "gemini", "agent-a", "agent-b"]
         lacking = engine.sandbox("run", "-n", name, "-y", "cx", "--", "--version")
-        assert lacking.returncode == 127 and f"sandbox rm {name}, then run this again" in lacking.stderr
-        (agents,) = [row for row in json.loads(engine.sandbox("doctor", "--json").stdout) if row["check"] == "agents"]
+        assert lacking.returncode == 127
+        assert f"sandbox rm {name}, then run this again" in lacking.stderr
+        checks = json.loads(engine.sandbox("doctor", "--json").stdout)
+        (agents,) = [row for row in checks if row["check"] == "agents"]
         assert agents["status"] == "ok" and agents["detail"].startswith("claude 2"), agents
         unnamed = engine.run("images", "-q", "--filter", "dangling=true").stdout.split()
         steps = re.findall(r"^ ---> ([0-9a-f]{12})$", made.stdout + made.stderr, re.MULTILINE)
         assert len(steps) > 20 and not {*steps, before[7:19]} & {*unnamed}
     finally:
         engine.sandbox("rm", name)
-        engine.run("rmi", f"{base}:1.0-common")
+        engine.run("rmi", tag)
 
 
 @on_docker
@@ -325,8 +337,8 @@ def settle() -> None:
 
 
 # --- Ready for a prompt ---
-# An agent that asks something first (whether it may trust the directory, use a key, skip permissions) takes what is
-# typed for the answer, so nothing but a prompt makes the typed text arrive at the model.
+# An agent that asks something first (whether it may trust the directory, use a key, skip permissions)
+# takes what is typed for the answer, so only at a prompt does typed text arrive at the model.
 
 
 def make_projects(session: Session) -> None:
@@ -355,12 +367,12 @@ def prompt_agents(start: Callable[[str], Terminal], asked: Callable[[str], Resul
 
 
 def type_prompt(screen: Terminal | Screen, agent: str, prompt: str) -> None:
-    """Wait for the agent's prompt, type, and press Enter: keys get lost while an agent draws its first screen."""
+    """Wait for the agent's prompt, type, and press Enter. While it still draws, it loses keys."""
     send = screen.send if isinstance(screen, Terminal) else screen.type
-    screen.expect(SCREENS[agent][0])
+    screen.expect(SCREENS[agent][0], timeout=START_SECONDS)
     screen.quiet()
     send(prompt)
-    screen.expect(prompt)
+    screen.expect(prompt, timeout=START_SECONDS)
     screen.quiet()  # an Enter that follows at once is one of a pasted text
     send("\r")
 
@@ -381,31 +393,37 @@ def test_in_a_repository_every_agent_waits_for_a_prompt(projects: Session, below
     prompt_agents(lambda agent: projects.pty("-y", agent, below=below), partial(ask, projects))
 
 
-# What a person has on the host: each file as the agent itself writes it, with a question that it would ask anew.
+# What a person has on the host, as the agents themselves write it.
 OWN_FILES = {
     ".claude/settings.json": '{"model": "opus"}',
     ".claude/.credentials.json": json.dumps({"claudeAiOauth": {
         "accessToken": "stub", "refreshToken": "stub", "expiresAt": 4102444800000,
         "scopes": ["user:inference", "user:profile"], "subscriptionType": "max"}}),
     ".gemini/settings.json": json.dumps({"security": {
-        "auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": True}}, "ui": {"theme": "GitHub"}}),
+        "auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": True}},
+        "ui": {"theme": "GitHub"}}),
     ".codex/auth.json": '{"OPENAI_API_KEY": "stub", "tokens": null, "last_refresh": null}',
-    ".codex/config.toml": f'openai_base_url = "{STUB}/v1"\n\n[projects."/elsewhere"]\ntrust_level = "untrusted"\n',
-    ".config/opencode/opencode.json": json.dumps({"$schema": "https://opencode.ai/config.json", **OPENCODE}),
+    ".codex/config.toml": f'openai_base_url = "{STUB}/v1"\n\n'
+                          '[projects."/elsewhere"]\ntrust_level = "untrusted"\n',
+    ".config/opencode/opencode.json": json.dumps({
+        "$schema": "https://opencode.ai/config.json", **OPENCODE}),
     ".local/share/opencode/auth.json": '{"stub": {"type": "api", "key": "stub"}}',
 }  # fmt: skip
 OWN_VARIABLES = "ANTHROPIC_AUTH_TOKEN|OPENAI|OPENCODE"
 
 
 @on_docker
-def test_with_own_credentials_and_settings_every_agent_waits_for_a_prompt(engine: Engine, image: str) -> None:
+def test_with_own_credentials_and_settings_every_agent_waits_for_a_prompt(
+    engine: Engine, image: str
+) -> None:
     """They stay as they are, mounted writable. The repository is mounted at another path, with --cp."""
     own = engine.directory()
     for path, text in OWN_FILES.items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         (own / path).write_text(text)
     session = Session(engine, unique_name(), engine.directory(), engine.directory(), engine.user)
-    write_stub_config(engine, session.home, [f"{own / path}:/home/agent/{path}" for path in OWN_FILES], OWN_VARIABLES)
+    volumes = [f"{own / path}:/home/agent/{path}" for path in OWN_FILES]
+    write_stub_config(engine, session.home, volumes, OWN_VARIABLES)
     make_projects(session)
     session.project /= "repo"
     made = session.run("--cp", "/srv/work", "-x", STUB_ANSWERS)
@@ -416,7 +434,7 @@ def test_with_own_credentials_and_settings_every_agent_waits_for_a_prompt(engine
 
 @on_docker
 def test_claude_code_uses_the_key_that_it_was_given(projects: Session) -> None:
-    key = ["-e", "ANTHROPIC_AUTH_TOKEN=", "-e", "ANTHROPIC_API_KEY=sk-ant-stub-0123456789-0123456789"]
+    key = ["-e", "ANTHROPIC_AUTH_TOKEN=", "-e", "ANTHROPIC_API_KEY=sk-ant-stub-0123456789-012345"]
     prompt = unique_name()
     with projects.pty(*key, "-y", "c", below="repo") as terminal:
         type_prompt(terminal, "c", prompt)
@@ -425,7 +443,9 @@ def test_claude_code_uses_the_key_that_it_was_given(projects: Session) -> None:
 
 @on_docker
 @each_agent
-def test_the_agent_button_opens_a_prompt(engine: Engine, image: str, service: Service, name: str, agent: str) -> None:
+def test_the_agent_button_opens_a_prompt(
+    engine: Engine, image: str, service: Service, name: str, agent: str
+) -> None:
     write_stub_config(engine, engine.home)
     subprocess.run(["git", "init", "-q", engine.project], check=True)
     service.create(name, agent=agent)
@@ -580,8 +600,9 @@ def test_with_an_allowlist_every_agent_waits_for_a_prompt(guarded: Guarded) -> N
     subprocess.run(["git", "init", "-q", repository], check=True)
     subprocess.run(["chown", "-R", USER, repository], check=True)
     where = guarded.where | {"cwd": repository}
-    prompt_agents(lambda agent: guarded.engine.pty("run", "-n", guarded.name, "-y", agent, **where),
-                  lambda url: guarded.run(f"curl -sf {url.replace(STUB, f'http://{MODEL}')}"))  # fmt: skip
+    run = ("run", "-n", guarded.name, "-y")
+    prompt_agents(lambda agent: guarded.engine.pty(*run, agent, **where),
+                  lambda url: guarded.run(f"curl -sf {url.replace(STUB, f'http://{MODEL}')}"))
 
 
 @on_docker

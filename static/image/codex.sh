@@ -19,7 +19,8 @@ if [ -n "$OPENAI_API_KEY" ]; then
     fi
 fi
 
-# It asks whether the directory is trusted, unless its configuration says so; what the person's own says, counts.
+# It asks whether the directory is trusted, unless its configuration says so. What the person's own
+# says of it, counts.
 directory=$(pwd -P | sed 's/[\\"]/\\&/g')
 grep -qsF "[projects.\"$directory\"]" "$home/config.toml" ||
     set -- -c "projects={\"$directory\"={trust_level=\"trusted\"}}" "$@"
