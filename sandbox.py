@@ -1061,7 +1061,8 @@ LAST_HINT = "sandbox doctor checks the engine"
 def failure(name: str, stderr: str, wanted: str = "docker") -> SandboxError:
     """The error for a failed call: what the engine printed, and a remedy where the failure is a known one."""
     lines = [line for line in stderr.strip().splitlines() if line.strip() and "--help'" not in line]
-    message = "\n".join(lines) or f"{name} failed and printed nothing"
+    errors = [line for line in lines if not (line.startswith('time="') and " level=warning " in line)]
+    message = "\n".join(errors or lines) or f"{name} failed and printed nothing"
     kind = diagnose(stderr)
     if kind and kind != "image":
         return problem(kind, name, message, wanted)
