@@ -2659,13 +2659,15 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     """Is the image there, does a container of it get a network, and do its agents start?"""
     if engine.output("image", "inspect", config.image).result()[0]:
         return [failed_check("image", missing_image(engine, config))]
-    create = ("run", "--rm", "--pull", "never", "--entrypoint", "sh")
-    connected = engine.output(*create, "--init", config.image, "-c", ":")
+    create = ("run", "--rm", "--init", "--pull", "never", "--entrypoint", "sh")
+    # The helpers of a network are podman's; docker's daemon has its own from the start.
+    connected = engine.output(*create, config.image, "-c", ":") if engine.name == "podman" else None
     _, out, err = engine.output(*create, "--network", "none", config.image, "-c", VERSIONS_SCRIPT, "sh",
                                 *AGENTS).result()
-    cut, _, words = connected.result()
-    checks = [Check("image", "ok", config.image),
-              failed_check("network", failure(engine.name, words)) if cut else Check("network", "ok", "")]
+    checks = [Check("image", "ok", config.image)]
+    cut, _, words = connected.result() if connected else (0, "", "")
+    if connected:
+        checks.append(failed_check("network", failure(engine.name, words)) if cut else Check("network", "ok", ""))
     if not out:
         return checks if cut else [*checks, failed_check("agents", failure(engine.name, err))]
     versions = out.split("\n")[:-1]
