@@ -1358,7 +1358,8 @@ LAST_HINT = "sandbox doctor checks the engine"
 def failure(name: str, stderr: str, wanted: str = "docker") -> SandboxError:
     """The error for a failed call: what the engine printed, and a remedy where the failure is a known one."""
     lines = [line for line in stderr.strip().splitlines() if line.strip() and "--help'" not in line]
-    message = "\n".join(lines) or f"{name} failed and printed nothing"
+    errors = [line for line in lines if not (line.startswith('time="') and " level=warning " in line)]
+    message = "\n".join(errors or lines) or f"{name} failed and printed nothing"
     kind = diagnose(stderr)
     if kind and kind != "image":
         return problem(kind, name, message, wanted)
@@ -3190,13 +3191,17 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     image = Image(engine, config.image)
     if not image.id:
         return [failed_check("image", missing_image(engine, config))]
-    create = ("run", "--rm", "--pull", "never", "--entrypoint", "sh")
-    connected = engine.output(*create, "--init", config.image, "-c", ":", seconds=LONG_SECONDS)
+    create = ("run", "--rm", "--init", "--pull", "never", "--entrypoint", "sh")
+    # The helpers of a network are podman's; docker's daemon has its own from the start.
+    connected = None
+    if engine.name == "podman":
+        connected = engine.output(*create, config.image, "-c", ":", seconds=LONG_SECONDS)
     _, out, err = engine.output(*create, "--network", "none", config.image, "-c", VERSIONS_SCRIPT, "sh",
                                 *(image.agents or AGENTS), seconds=LONG_SECONDS).result()
-    cut, _, words = connected.result()
-    checks = [Check("image", "ok", config.image),
-              failed_check("network", failure(engine.name, words)) if cut else Check("network", "ok", "")]
+    checks = [Check("image", "ok", config.image)]
+    cut, _, words = connected.result() if connected else (0, "", "")
+    if connected:
+        checks.append(failed_check("network", failure(engine.name, words)) if cut else Check("network", "ok", ""))
     if not out:
         return checks if cut else [*checks, failed_check("agents", failure(engine.name, err))]
     versions = out.split("\n")[:-1]

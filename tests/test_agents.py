@@ -185,7 +185,7 @@ def test_a_wrong_build_argument_is_refused_before_anything_is_built(
 def test_update_agents_begins_with_the_agents_layer(engine: Engine, image: str, home: Path) -> None:
     before = image_id(engine)
     write_config(home, imageName=IMAGE.partition(":")[0])
-    build = engine.popen(*BUILD, "--update-agents", env=CLASSIC)
+    build = engine.popen(*BUILD, "--update-agents", "--verbose", env=CLASSIC)
     assert build.stderr
     run_steps: dict[str, list[str]] = {}
     for line in build.stderr:
@@ -220,7 +220,7 @@ def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(
         assert refused.returncode == 125
         assert refused.stderr.endswith(f"was built without claude\n  run: {build}\n")
         assert name not in container_names(engine)
-        words = ("run", "--yes", "-n", name, "-y", "c", "--", "--version")
+        words = ("run", "--yes", "--verbose", "-n", name, "-y", "c", "--", "--version")
         made = engine.sandbox(*words, timeout=BUILD_SECONDS, env=CLASSIC)
         assert made.returncode == 0 and "(Claude Code)" in made.stdout.splitlines()[-1], made.stderr
         each = f"for program in {' '.join([*AGENTS, *SHORTCUTS])}; do command -v $program; done"
