@@ -1,5 +1,6 @@
 """The README: its options, its commands and its lines for shells are those of the program."""
 
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,9 @@ import sandbox
 
 README = (ROOT / "README.md").read_text()
 PICTURE_BYTES = 200_000
+
+
+# --- Options and commands ---
 
 
 def sections() -> Iterator[tuple[str, list[str]]]:
@@ -35,7 +39,7 @@ def options_of(cell: str) -> set[str]:
 
 
 def documented() -> dict[str, set[str]]:
-    """The options of each command: from its section's table and the one that says whose they are."""
+    """The options of each command: its section's table, and the one that says whose they are."""
     found: dict[str, set[str]] = {command: set() for command in sandbox.COMMANDS}
     for heading, lines in sections():
         head: list[str] = []
@@ -85,6 +89,8 @@ def test_the_blocks_hold_every_command() -> None:
     assert set(sandbox.COMMANDS) <= {words[0] for words in commands()}
 
 
+# --- Shells ---
+
 READY = {"bash": ".bashrc\nPS1='READY '\n", "zsh": ".zshrc\nPS1='READY '\n",
          "fish": ".config/fish/config.fish\nfunction fish_prompt; echo 'READY '; end\n"}
 
@@ -111,6 +117,34 @@ def test_a_shell_completes_with_its_line(tmp_path: Path, shell: str) -> None:
         wait_for(lambda: out.exists() and "#compdef sandbox" in out.read_text())
 
 
+# --- Pictures ---
+
+
 def test_the_pictures_are_there_and_small() -> None:
     pictures = [ROOT / name for name in re.findall(r'<img src="([^"]+)"', README)]
-    assert len(pictures) == 2 and sum(picture.stat().st_size for picture in pictures) < PICTURE_BYTES
+    assert len(pictures) == 2
+    assert sum(picture.stat().st_size for picture in pictures) < PICTURE_BYTES
+
+
+# --- Configuration ---
+
+
+def test_the_table_has_the_keys_that_there_are() -> None:
+    table = README.partition("| key | type | |\n")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[1:]]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(sandbox.KEYS)
+
+
+def test_the_examples_of_files_are_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in ("SANDBOX_HOME", "SANDBOX_RUNTIME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    env_file = tmp_path / ".sandbox" / "env" / "work.env"
+    env_file.parent.mkdir(parents=True)
+    env_file.write_text(README.partition("### Env files\n\n```sh\n")[2].partition("```")[0])
+    (tmp_path / ".sandbox" / "sandbox.json").write_text(blocks("json"))
+    assert sandbox.main(["config", "show", "-r", "work", "--reveal"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["env"]["ANTHROPIC_AUTH_TOKEN"]["value"] == 'a "quoted" part'
