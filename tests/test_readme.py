@@ -67,8 +67,8 @@ def commands() -> list[list[str]]:
     typed = re.findall(r"^\$ (.*)$", blocks("console"), re.MULTILINE)
     found = []
     for line in [*blocks("sh").replace("\\\n", " ").splitlines(), *typed]:
-        words = [] if "<<" in line or line.count("'") % 2 else shlex.split(line, comments=True)
-        if "sandbox" in words:
+        if re.search(r"(^|\| |-m )sandbox ", line):
+            words = shlex.split(line, comments=True)
             rest = words[words.index("sandbox") + 1 :]
             ends = [at for at, word in enumerate(rest) if word in ("|", "&&", ";")]
             found.append(rest[: ends[0]] if ends else rest)
