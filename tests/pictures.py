@@ -15,25 +15,15 @@ from pathlib import Path
 from browser import Browser, Page, chromium
 from conftest import ROOT, Engine, copy_code, write_config
 from service import PASSWORD, Service
+from test_agents import ENV_FILE, PORT, STUB_ANSWERS
 
 PICTURES = ROOT / "tests" / "pictures"
 TOP = Path("/srv")  # whose paths can be seen
 DESKTOP, PHONE = (1080, 610), (390, 660)
-PORT = 8080
-STUB = f"http://127.0.0.1:{PORT}"
-MODEL = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{STUB}/v1", "apiKey": "stub"},
-         "models": {"stub": {}}}
-ENV = {
-    "ANTHROPIC_BASE_URL": STUB, "ANTHROPIC_AUTH_TOKEN": "stub",
-    "GEMINI_API_KEY": "stub", "GOOGLE_GEMINI_BASE_URL": STUB, "GEMINI_MODEL": "gemini-2.5-pro",
-    "OPENAI_BASE_URL": f"{STUB}/v1", "OPENAI_API_KEY": "stub",
-    "OPENCODE_CONFIG_CONTENT": json.dumps({"model": "stub/stub", "small_model": "stub/stub",
-                                           "provider": {"stub": MODEL}}),
-}
 
 # The model of a session: it says the next line of the script whenever an agent with a shell asks.
 SCRIPTED = """\
-import json, sys
+import json
 import model_stub
 steps = iter(json.load(open("/script.json")))
 def reply(prompts, output, tools):
@@ -47,7 +37,7 @@ model_stub.main()
 """
 
 START = f"""setsid -f python3 /scripted.py {PORT} >/dev/null 2>&1 </dev/null
-curl -s --retry 50 --retry-connrefused --retry-delay 1 {STUB}"""
+{STUB_ANSWERS}"""
 
 FILES = {
     "shop": {
@@ -90,17 +80,19 @@ def service() -> Iterator[Service]:
         engine = Engine("docker", "docker", "root", Path(area))
         shutil.copy(ROOT / "tests" / "model_stub.py", area)
         Path(area, "scripted.py").write_text(SCRIPTED)
-        for name in TURNS:
-            (TOP / name).mkdir()  # fails where there is one already
+        Path(area, "stub.env").write_text(ENV_FILE)
+        there = [str(TOP / name) for name in TURNS if (TOP / name).exists()]
+        assert not there, f"remove these first: {there}"
         served = Service(engine)
         try:
             for name, (agent, prompt, steps) in TURNS.items():
+                (TOP / name).mkdir()
                 for file, text in FILES[name].items():
                     (TOP / name / file).write_text(text)
                 Path(area, f"{name}.json").write_text(json.dumps(steps))
                 volumes = [f"{area}/{file}:/{file}:ro" for file in ("model_stub.py", "scripted.py")]
-                write_config(engine.home, imageName="localhost/sandbox", env=ENV,
-                             network={"allow": ["pypi.org"]},
+                write_config(engine.home, imageName="localhost/sandbox",
+                             envFile=[f"{area}/stub.env"], network={"allow": ["pypi.org"]},
                              volumes=[*volumes, f"{area}/{name}.json:/script.json:ro"])
                 served.create(name, agent=agent, directory=str(TOP / name))
                 served.ended(served.job(name, START))
@@ -109,7 +101,7 @@ def service() -> Iterator[Service]:
         finally:
             for name in TURNS:
                 served.request("DELETE", f"/api/sessions/{name}")
-                shutil.rmtree(TOP / name)
+                shutil.rmtree(TOP / name, ignore_errors=True)
             served.end()
 
 
@@ -136,7 +128,7 @@ def opened(browser: Browser, served: Service, path: str, size: tuple[int, int], 
     """A page of ours, behind the login, in a window of this size."""
     page = browser.page()
     page.resize(size, dark)
-    phone = size[0] < 500
+    phone = size[0] < 500  # whose own two pixels for each would make a large file
     page.call("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1],
               deviceScaleFactor=1.25 if phone else 1, mobile=phone)
     only_ours(page)
