@@ -672,3 +672,35 @@ def make_files(files: Path) -> None:
     (files / "npm" / "fetched").write_text(
         json.dumps({"name": "fetched", "dist-tags": {"latest": "1.0.0"}, "versions": versions})
     )
+
+
+# --- README ---
+
+
+@on_docker
+def test_the_transcript_of_the_readme(engine: Engine, image: str) -> None:
+    """What an ordinary user sees on a terminal; name, directory, version and time are others."""
+    name, project, home = unique_name(), engine.directory(USER), engine.directory(USER)
+    write_config(home, imageName=IMAGE.partition(":")[0])
+    readme = (ROOT / "README.md").read_text()
+    transcript = readme.partition("```console\n$ cd /srv/shop\n$ ")[2].partition("```")[0]
+
+    def same(text: str) -> list[list[str]]:
+        text = text.replace(str(project), "/srv/shop").replace(name, "shop")
+        text = re.sub(r"\x1b\[[?0-9;]*[a-z]", "", re.sub(r"\d+\.\d+\.\d+", "VERSION", text))
+        text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "TIME", text)
+        return [line.split() for line in text.splitlines()]
+
+    for turn in transcript.split("\n$ "):
+        line, _, expected = turn.partition("\n")
+        _, *words = shlex.split(line.replace("shop", name))
+        with engine.pty(*words, user=USER, cwd=project, home=home) as terminal:
+            if "Keep it?" in expected:
+                terminal.expect("Keep it? [y] ")
+                terminal.send("y\r")
+            assert terminal.wait() == 0
+        seen = terminal.output
+        if words == ["ps"]:  # which shows other sessions, too
+            ours = ("NAME ", f"{name} ")
+            seen = "\n".join(line for line in seen.splitlines() if line.startswith(ours))
+        assert same(seen) == same(expected)

@@ -105,6 +105,7 @@ def test_wheel_and_zipapp_bring_what_the_pages_load(wheel: Path, zipapp: Path) -
         for name in ("index.html", "vendor/xterm.mjs", "vendor/marked.esm.js", "vendor/LICENSES.txt"):
             assert f"sandbox_static/ui/{name}" in names
         assert not [name for name in names if "node_modules" in name or "package-lock" in name]
+        assert not [name for name in names if name.endswith(".png")]  # the README's
 
 
 def test_every_way_says_which_asset_is_missing(way: Way) -> None:

@@ -934,7 +934,7 @@ def test_the_examples_of_the_readme(engine: Engine, project: Path, home: Path, n
     script = "\n".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL))
     service = Service(engine)
     script = (
-        script.replace("127.0.0.1:3000", service.address).replace("/home/ann/shop", str(project)).replace("shop", name)
+        script.replace("127.0.0.1:3000", service.address).replace("/srv/shop", str(project)).replace("shop", name)
     )
     answer = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script],
