@@ -868,9 +868,10 @@ class Step:
     output passes through instead.
     """
 
-    def __init__(self, title: str, number: int = 1, total: int = 1) -> None:
+    def __init__(self, title: str, number: int = 1, total: int = 1, undone: str = "") -> None:
+        """`undone` says what an interruption leaves behind: nothing, most often."""
         self.head = f"[{number}/{total}] {title}"
-        self.title, self.log = title, ""
+        self.title, self.undone, self.log = title, undone, ""
         self.tail: list[str] = []  # the last lines of the output
         self.began = self.drawn = 0.0  # monotonic; 0 where no block is shown
         self.live = os.isatty(2) and os.environ.get("TERM") not in (None, "", "dumb")
@@ -928,7 +929,7 @@ class Step:
                 status_of(pid)
             self.wipe()
             self.forget_log()
-            say(f"{self.title} was interrupted")
+            say(f"{self.title} was interrupted{self.undone}")
             raise
         finally:
             self.wipe()
@@ -2422,6 +2423,9 @@ def check_build_args(args: Mapping[str, str]) -> None:
             raise SandboxError(f"there is no agent {agent!r}{nearest(agent, AGENTS)}", hint, 2)
 
 
+UNMADE = ": no image was made, and nothing half-made is left"
+
+
 def tool_packages() -> dict[str, list[str]]:
     """The Debian packages of each tool, from tools.txt."""
     lines = asset("image/tools.txt").decode().splitlines()
@@ -2445,7 +2449,7 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False,
     steps = 1
     if not given.get("BASE"):
         args["BASE"], steps = base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
-    call_build(engine, tag, args, Step(f"build {tag}", steps, steps))
+    call_build(engine, tag, args, Step(f"build {tag}", steps, steps, UNMADE))
     if before.id:
         before.remove_untagged()
     say(f"built {tag}; sessions that exist keep the image they were created from")
@@ -2563,7 +2567,7 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
         raise SandboxError("no registry of base images answers, and to make one takes root", hint, 125)
     script, dpkg_cfg = (asset(f"image/{name}").decode() for name in ("make-base", "dpkg.cfg"))
     tools = ",".join(tool_packages()["common"])
-    Step(f"make {LOCAL_BASE} from Debian's mirror", 1, 2).run(
+    Step(f"make {LOCAL_BASE} from Debian's mirror", 1, 2, UNMADE).run(
         ["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), tools,
          dpkg_cfg, *mirror])
 
