@@ -398,11 +398,12 @@ def test_only_checked_addresses_are_connected_to(net: Proxy, monkeypatch: pytest
 
 def test_a_lookup_has_a_deadline(net: Proxy, tmp_path: Path) -> None:
     resolv = tmp_path / "resolv.conf"
-    resolv.write_text("nameserver 127.0.0.77\noptions timeout:30 attempts:5\n")
+    server = f"127.77.{random.randrange(256)}.{random.randrange(1, 255)}"  # of this run only
+    resolv.write_text(f"nameserver {server}\noptions timeout:30 attempts:5\n")
     script = f'mount --bind {resolv} /etc/resolv.conf; exec "$@"'
     net.allow("slow.example.org")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
-        silent.bind(("127.0.0.77", 53))
+        silent.bind((server, 53))
         done = net.command("check", "slow.example.org",
                            before=("unshare", "-m", "sh", "-c", script, "-"))
         assert silent.recv(512)
