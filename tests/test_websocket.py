@@ -71,7 +71,8 @@ def test_ten_megabytes_of_random_bytes_come_back_as_they_went(service: Service, 
 @docker_only
 def test_a_flood_both_ways_neither_sticks_nor_loses_anything(service: Service, name: str) -> None:
     service.create(name)
-    data = random.Random(2).randbytes(3_000_000) + b"."
+    # docker's client looks for its detach keys in what is typed, and doubles a byte where a read ends within them.
+    data = random.Random(2).randbytes(3_000_000).replace(b"\x1c\0", b"\x1c\1") + b"."
     with service.terminal(name) as screen:
         run(screen, "stty raw -echo; echo rea''dy; exec cat")
         screen.expect("ready")
