@@ -3603,9 +3603,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The installed command and the zipapp. An empty item of PYTHONPATH is the project, so they start without it."""
-    if os.environ.get("PYTHONPATH") and not sys.flags.isolated:
-        os.execv(sys.executable, [sys.executable, "-I", *sys.orig_argv[1:]])
+    """The installed command and the zipapp. An empty item of PYTHONPATH is the project, so they start without it.
+
+    Not with -I, which would hide what is installed for the user: it may be ourselves.
+    """
+    if os.environ.get("PYTHONPATH") and not sys.flags.ignore_environment:
+        os.execv(sys.executable, [sys.executable, "-E", "-P", *sys.orig_argv[1:]])
     leave(main())
 
 
