@@ -1494,11 +1494,13 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     """Raise ValueError, KeyError or TypeError where labels hold what none of ours could."""
     for key in ("image", "directory", "workdir"):
         a_word(spec[key])
-    for key in spec.keys() & KEYS:
+    for key in (spec.keys() & KEYS) | {"volumes", "ports", "network"}:
         if spec[key] is not None or key in LISTS or key == "network":
             check_value(key, spec[key])
     matching("[0-9]{1,10}:[0-9]{1,10}", "uid:gid")(labels["sandbox.user"])
-    if not all(map(is_text, spec.get("sources", ()))):
+    sources = spec.get("sources")  # an old session has none
+    if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
+                                    and len(sources) == 1 + len(spec["volumes"])):
         raise ValueError("sources")
     if isinstance(spec["network"], dict) != (labels.get("sandbox.network") == "allow"):
         raise ValueError("network")
@@ -2894,8 +2896,9 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
     engine, status, out, err = first_answer(engines, lambda e: e.output(*PS_ARGS, formats[e.name]))
     if status:
         raise failure(engine.name, err)
-    podman = engine.name == "podman"
-    return engine, parse_json(out or "[]") if podman else list(map(parse_json, out.splitlines()))
+    if engine.name == "podman":
+        return engine, parse_json(out or "[]")
+    return engine, [parse_json(line) for line in out.split("\n") if line]  # a label may hold U+0085
 
 
 def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
@@ -3621,9 +3624,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The installed command and the zipapp. An empty item of PYTHONPATH is the project, so they start without it."""
-    if os.environ.get("PYTHONPATH") and not sys.flags.isolated:
-        os.execv(sys.executable, [sys.executable, "-I", *sys.orig_argv[1:]])
+    """The installed command and the zipapp. An empty item of PYTHONPATH is the project, so they start without it.
+
+    Not with -I, which would hide what is installed for the user: it may be ourselves.
+    """
+    if os.environ.get("PYTHONPATH") and not sys.flags.ignore_environment:
+        os.execv(sys.executable, [sys.executable, "-E", "-P", *sys.orig_argv[1:]])
     leave(main())
 
 

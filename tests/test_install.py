@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import PYTHON, ROOT
 from service import free_port
 
 ASSET = "image/Containerfile"
@@ -132,6 +132,14 @@ def test_no_module_of_the_project_is_run(way: Way, tmp_path: Path) -> None:
 
 
 # --- Wheel ---
+
+
+def test_the_command_starts_where_it_is_installed_for_the_user(wheel: Path, tmp_path: Path) -> None:
+    env = {**ENVIRON, "HOME": str(tmp_path), "PIP_BREAK_SYSTEM_PACKAGES": "1"}
+    install = ["--python", PYTHON, "install", "-q", "--user", "--no-deps", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], env=env, check=True, timeout=300)
+    command = [str(tmp_path / ".local" / "bin" / "sandbox"), "--version"]
+    assert Way([], [], tmp_path, {"PYTHONPATH": ":/x"}).run(command).split()[-1] == VERSION.encode()
 
 
 def test_the_wheel_leaves_site_packages_tidy(wheel: Path) -> None:

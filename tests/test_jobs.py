@@ -440,6 +440,11 @@ FOREIGN: dict[str, dict[str, str]] = {
     "flags": {"created": created(flags={"memory": []})},
     "user": {"created": created(), "user": "--privileged"},
     "sources": {"created": created(sources=5)},
+    "a source": {"created": created(sources="/")},
+    "a source too few": {"created": created(volumes=["/tmp:/x"])},
+    "no source for one": {"created": created(sources=["/tmp", "/tmp"])},
+    "missing lists": {"created": created().replace('"volumes"', '"x"').replace('"ports"', '"y"')},
+    "a line of Unicode": {"created": "\x85", "session": "a\x85b\u2028c", "agent": "\x85"},
     "directory": {"created": created(directory=["x"])},
     "characters": {"created": "\udcff", "agent": "\x1b]0;x\x07", "profile": "\r\n"},
 }
