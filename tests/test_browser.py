@@ -20,6 +20,7 @@ CONTROL, SHIFT = 2, 8
 FIRST_PAGE_BYTES = 150_000
 BOX = ".composer textarea:not(:disabled)"
 ROWS = "[...document.querySelectorAll('.xterm-rows > div')]"
+SCREENS = ("agent", "command", "terminal", "network", "settings")
 WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE_CHUNKED_ENCODING",
              "WebSocket connection to")
 
@@ -491,6 +492,13 @@ def test_a_terminal(page: Page, service: Service, name: str) -> None:
     page.wait("document.activeElement.role === 'tab'")  # the keyboard is not caught
     page.click(".term-tools button")
     page.see("Shell 2", ".term-tabs")
+    see_in_terminal(page, "# ")
+    page.click(".term-bar > [aria-label='Close Shell 2']")
+    page.wait("document.querySelectorAll('.term-tab').length === 1")
+    see_in_terminal(page, "resized")
+    page.press("l", modifiers=CONTROL | SHIFT)
+    page.press("Delete")
+    page.see("No terminal is open", ".term-place")
     page.resize(DESKTOP)
 
 
@@ -596,7 +604,7 @@ def test_what_a_program_rings_names_and_asks_without_end_is_taken_together(
     open_terminal(page, service, name)
     page.click(".term-tools button")
     page.wait("document.querySelectorAll('.term-tab').length === 2")
-    page.click(".term-tab button")
+    page.click(".term-tab")
     page.eval("""{
         window.counts = { toasts: 0, most: 0, tabs: 0, sent: 0, notifications: 0 };
         const toasts = document.querySelector("#toasts");
@@ -632,12 +640,12 @@ def test_what_a_program_rings_names_and_asks_without_end_is_taken_together(
     page.see("title 100", ".term-tabs")
     for what in ("bells", "notes"):  # in the other terminal's tab
         flood(what)
-        page.click(".term-tab:nth-child(2) button")
+        page.click(".term-tab:nth-child(2)")
         service.job(name, f"touch /tmp/{what}")
         page.wait("document.querySelector('#toasts').textContent")
         if what == "notes":
             page.see(f"{name}: title 100", "#toasts")  # the last one
-        page.click(".term-tab button")
+        page.click(".term-tab")
         see_in_terminal(page, f"end of {what}")
     assert not page.eval("counts.notifications")
     service.ended(service.job(name, "rm /tmp/bells"))
@@ -1029,14 +1037,16 @@ def test_a_phone(page: Page, service: Service, name: str) -> None:
     page.click("[data-key='-']")
     see_in_terminal(page, "echo up-")
     page.click(".back")
-    page.wait("document.querySelector('#side').checkVisibility() && !document.querySelector('#main').checkVisibility()")
+    page.see("Choose a session", "main")
+    page.see(name, ".sessions")
+    assert page.eval("document.documentElement.scrollWidth <= innerWidth")
     page.goto(f"http://{service.address}/preview")
     page.see(name)
     assert page.eval("document.documentElement.scrollWidth <= innerWidth")
     page.resize(DESKTOP)
 
 
-@pytest.mark.parametrize("screen", ["agent", "command", "terminal", "network", "settings", "new", "preview"])
+@pytest.mark.parametrize("screen", [*SCREENS, "new", "preview"])
 def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service: Service, name: str,
                                                              screen: str) -> None:
     service.create(name, agentPromptCommand="echo answer to {prompt}", env={"A": "1"})
@@ -1062,6 +1072,37 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service
         page.press("Tab")
         reached.add(page.eval("document.activeElement.ariaLabel + document.activeElement.textContent.slice(0, 20)"))
     assert len(reached) > 4
+
+
+def roles(page: Page, role: str) -> list[Any]:
+    """The nodes of a role that a screen reader finds."""
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    return [node for node in nodes if not node["ignored"] and node["role"]["value"] == role]
+
+
+def is_top(heading: Any) -> bool:
+    return {"name": "level", "value": {"type": "integer", "value": 1}} in heading["properties"]
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_every_view_has_one_main_part_one_title_and_only_tabs_among_tabs(
+    page: Page, service: Service, name: str, size: tuple[int, int]
+) -> None:
+    service.create(name)
+    page.resize(size)
+    page.call("Accessibility.enable")
+    views = ["/", "/#/new", *(f"/#/s/{name}/{screen}" for screen in SCREENS),
+             "/preview", "/auth/login", "/preview/auth/login"]
+    for view in views:
+        page.call("Page.navigate", url="about:blank")
+        page.goto(f"http://{service.address}{view}")
+        page.wait("document.querySelector('h1')")
+        if view.endswith("terminal"):
+            see_in_terminal(page, "# ")
+            assert page.eval("[...document.querySelectorAll('[role=tablist] *')].map((e) => e.role)") == ["tab"]
+        assert len(roles(page, "main")) == 1, view
+        assert len([node for node in roles(page, "heading") if is_top(node)]) == 1, view
+    page.resize(DESKTOP)
 
 
 DEV_SERVER = """
