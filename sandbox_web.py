@@ -900,6 +900,8 @@ def packed_asset(name: str) -> tuple[bytes, str, bool]:
         body = None
     if body is None or type is None:
         raise WebError("not_found", "there is no such file")
+    if name == "auth/login.css":  # the one sheet that may be had before the login
+        body = sandbox.asset("ui/tokens.css") + body
     if name.endswith(".html"):
         body = body.replace(b"{{version}}", asset_version().encode())
     packed = gzip.compress(body, 9, mtime=0)
@@ -2264,7 +2266,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/", static_file("ui/index.html")),
     ("GET", "/preview", static_file("preview/index.html")),
     ("GET", "/auth/login", static_file("auth/login.html")),
-    ("GET", "/preview/auth/login", static_file("preview/login.html")),
+    ("GET", "/preview/auth/login", static_file("auth/login.html")),
     ("GET", "/auth/frontend/login.css", static_file("auth/login.css")),
     ("GET", "/auth/frontend/login.js", static_file("auth/login.js")),
     ("POST", "/auth/login", post_login),

@@ -161,6 +161,24 @@ def test_the_harness_waits_for_a_page_that_is_being_left(page: Page, service: Se
     page.eval(f"void setTimeout(() => location.assign('http://{service.address}/preview'))")
 
 
+def test_all_pages_have_the_same_colours(page: Page, service: Service) -> None:
+    """Custom properties are made in one sheet, which the login page has before the login."""
+    sheets = "[...document.styleSheets].flatMap((sheet) => [...sheet.cssRules])"
+    rules = f"{sheets}.flatMap((rule) => rule.media ? [...rule.cssRules] : [rule])"
+    made = f"[...new Set({rules}.flatMap((rule) => [...rule.style ?? []]))].filter((n) => n.startsWith('--'))"
+    values = f"{made}.map((name) => [name, getComputedStyle(document.documentElement).getPropertyValue(name)])"
+    for dark in (False, True):
+        page.resize(DESKTOP, dark)
+        seen = []
+        for path in ("/", "/preview", "/auth/login", "/preview/auth/login"):
+            page.call("Page.navigate", url="about:blank")
+            page.goto(f"http://{service.address}{path}")
+            seen.append(page.eval(values))
+        assert len(seen[0]) > 10 and seen == [seen[0]] * 4
+        assert dict(seen[0])["--bg"] == ("#121417" if dark else "#f6f6f4")
+    page.resize(DESKTOP)
+
+
 # --- Sessions ---
 
 
