@@ -1014,6 +1014,63 @@ def test_mission_control(page: Page, service: Service, name: str) -> None:
     page.wait(f"document.querySelector({json.dumps(tile)}).dataset.state === 'idle'")
 
 
+MARKDOWN = r"""# The *result* #
+
+Some **bold with `code`**, *soft*, __strong__, ~~gone~~ and `**kept**`: see [the docs](http://192.0.2.1/x).
+
+| file | `lines` |
+|:---|---:|
+| **sandbox.py** | 3621 |
+| a \| b | 2 |
+
+- first
+  * [x] done
+1. third
+
+> quoted, \*bare\*
+
+***
+2 * 3, 2**8, 2**9, snake_case_name, *.py and *.js, a | b
+
+```sh
+# | wc -l | **x**
+---
+```
+"""
+PLAIN = """The result
+
+Some bold with code, soft, strong, gone and **kept**: see the docs.
+
+file · lines
+sandbox.py · 3621
+a | b · 2
+
+• first
+  ☑ done
+1. third
+
+quoted, *bare*
+
+2 * 3, 2**8, 2**9, snake_case_name, *.py and *.js, a | b
+
+# | wc -l | **x**
+---"""
+
+
+def test_a_tile_shows_markdown_without_its_marks(page: Page, service: Service, name: str) -> None:
+    text = "not shown any more\n" * 40 + MARKDOWN + "x" * 1000
+    message = {"id": "m", "content": [{"type": "text", "text": text}]}
+    event = json.dumps({"type": "assistant", "session_id": "s", "message": message})
+    (service.engine.project / "out").write_text(event + "\n")
+    service.create(name, agentPromptCommand="cat out; : {prompt}")
+    service.ended(service.post(f"/api/sessions/{name}/prompt", {"prompt": "go"}).json)
+    page.goto(f"http://{service.address}/preview")
+    tail = f"document.querySelector(\".tile:has([aria-label='Prompt for {name}']) .tail\")"
+    page.wait(f"{tail}?.textContent.includes('• first')")
+    lines = page.eval(f"[...{tail}.children].map((line) => line.textContent)")
+    assert len(lines) == 40 and "\n".join([*PLAIN.split("\n"), "x" * 400]) in "\n".join(lines)
+
+
 def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Service, name: str) -> None:
     service.create(name)
     page.goto(f"http://{service.address}/preview")

@@ -30,6 +30,36 @@ async function load() {
   });
 }
 
+// A mark in a line, and what is shown for it. The first group of most is code, in which nothing is a mark.
+const MARKS = [
+  [/^\s*(?:>\s?)+/, ""],
+  [/^(\s*)[-*+] \[ \] /, "$1☐ "],
+  [/^(\s*)[-*+] \[x\] /i, "$1☑ "],
+  [/^(\s*)[-*+] /, "$1• "],
+  [/^\s*#{1,6}\s+(.*?)\s*#*$/, "$1"],
+  [/^\s*\|(.*?)\|?\s*$/, (_, cells) => cells.split(/(?<!\\)\|/).map((cell) => cell.trim()).join(" · ")],
+  [/(`+[^`]+`+)|!?\[([^\]]*)\]\([^)]*\)/g, "$1$2"],
+  [/(`+[^`]+`+)|<(https?:[^>\s]*)>/g, "$1$2"],
+  [/(`+[^`]+`+)|(?<![\w\\])(\*\*|__|~~)(?=\S)(.*?\S)\2(?!\w)/g, "$1$3"],
+  [/(`+[^`]+`+)|(?<![\w\\*_])([*_])(?=[^\s*_])(.*?[^\s\\])\2(?!\w)/g, "$1$3"],
+  [/(`+[^`]+`+)|\\([!-/:-@[-`{-~])/g, "$1$2"],
+  [/`+([^`]+)`+/g, "$1"],
+];
+const RULE = /^[\s|:]*-[\s|:-]*$|^\s*(?:(?:[*_]\s*){3,}|=+\s*)$/; // below a table's head or a title, or by itself
+
+/** Lines of Markdown, none of them long, without their marks: for where there is no room for more. */
+export function plain(lines) {
+  let code = false;
+  return lines.flatMap((line) => {
+    if (/^\s*(```|~~~)/.test(line)) {
+      code = !code;
+      return [];
+    }
+    if (code) return [line];
+    return RULE.test(line) ? [] : [MARKS.reduce((left, [mark, shown]) => left.replace(mark, shown), line)];
+  }).filter((line, index, all) => line.trim() || all[index - 1]?.trim());
+}
+
 const attribute = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
 /** What a renderer makes of a text; null where it fails, as at deep nesting, or shows nothing. */
