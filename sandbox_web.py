@@ -40,7 +40,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from heapq import nsmallest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -77,6 +79,7 @@ ROOM_SECONDS = 2  # how long a new connection waits for one that was told to mak
 STACK_BYTES = 256 * 1024
 LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
+SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
@@ -1335,6 +1338,22 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
     return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS), "directory": directory})
 
 
+def get_directories(_app: App, request: Request, _params: Params) -> Answer:
+    """Names of the directories on the host that ?path= may go on with; none where they cannot be read."""
+    path = request.query.get("path", "")
+    if path.startswith("~/"):
+        path = os.path.expanduser(path)
+    parent, _, begun = path.rpartition("/")
+    names: list[str] = []
+    if path.startswith("/"):
+        with suppress(OSError, ValueError), os.scandir(f"{parent}/") as entries:
+            names = nsmallest(SHOWN_DIRECTORIES, (
+                entry.name for entry in islice(entries, LOOKED_AT_ENTRIES)
+                if entry.name.startswith(begun) and (begun or not entry.name.startswith("."))
+                and sandbox.is_exact(entry.name) and os.path.isdir(entry.path)))
+    return json_answer({"directories": names})
+
+
 # --- Jobs ---
 # ~/.sandbox/jobs/<session>/<job>/: job.json what it is, output the bytes of both streams as they came, runs the
 # lengths of their runs (see sandbox.Recorder), status how it ended, lock held by the supervisor, cancel when asked.
@@ -2274,6 +2293,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/ui/{version}/{file*}", get_asset("ui")),
     ("GET", "/preview/{version}/{file*}", get_asset("preview")),
     ("GET", "/api/profiles", get_profiles),
+    ("GET", "/api/directories", get_directories),
     ("GET", "/api/sessions", get_sessions),
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
