@@ -853,6 +853,22 @@ def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> Non
     page.see("Not saved yet", ".settings")
 
 
+def test_settings_say_where_the_output_of_autostart_is(page: Page, service: Service, name: str) -> None:
+    service.create(name, autostart="echo output of autostart")
+    open_screen(page, service, name, "command")
+    page.see("output of autostart", ".output")
+    assert service.post(f"/api/sessions/{name}/stop").status == 200
+    run = service.engine.sandbox("run", "-n", name, "-x", "true")
+    assert run.returncode == 0, run.stderr
+    open_screen(page, service, name, "settings")
+    page.see("in Command mode where these pages started the container", ".settings")
+    log = page.eval("/\\S+[.]log/.exec(document.querySelector('.settings').innerText)[0]")
+    job = service.ended(service.job(name, f"until [ -s {log} ]; do sleep 0.1; done; cat {log}"))
+    assert service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body == b"output of autostart\n"
+    kinds = [job["kind"] for job in service.get(f"/api/sessions/{name}/jobs").json]
+    assert kinds == ["command", "autostart"]  # of the start by the command line there is none
+
+
 # --- Network ---
 
 OUTSIDE = "127.0.0.1:8099"  # a server in the network of a session's proxy
