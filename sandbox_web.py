@@ -1339,7 +1339,7 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
 
 
 def get_directories(_app: App, request: Request, _params: Params) -> Answer:
-    """Names of the directories on the host that ?path= may go on with; none where they cannot be read."""
+    """Names of the host's directories that ?path= may go on with; none where it cannot be read."""
     path = request.query.get("path", "")
     if path.startswith("~/"):
         path = os.path.expanduser(path)

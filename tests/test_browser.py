@@ -165,8 +165,9 @@ def test_all_pages_have_the_same_colours(page: Page, service: Service) -> None:
     """Custom properties are made in one sheet, which the login page has before the login."""
     sheets = "[...document.styleSheets].flatMap((sheet) => [...sheet.cssRules])"
     rules = f"{sheets}.flatMap((rule) => rule.media ? [...rule.cssRules] : [rule])"
-    made = f"[...new Set({rules}.flatMap((rule) => [...rule.style ?? []]))].filter((n) => n.startsWith('--'))"
-    values = f"{made}.map((name) => [name, getComputedStyle(document.documentElement).getPropertyValue(name)])"
+    names = f"[...new Set({rules}.flatMap((rule) => [...rule.style ?? []]))]"
+    values = (f"{names}.filter((name) => name.startsWith('--')).map((name) => "
+              "[name, getComputedStyle(document.documentElement).getPropertyValue(name)])")
     for dark in (False, True):
         page.resize(DESKTOP, dark)
         seen = []
@@ -203,7 +204,7 @@ def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, na
     page.press("ArrowDown")
     page.see("abc", "[role=listbox]")
     page.press("ArrowDown")
-    page.wait("document.getElementById(document.activeElement.getAttribute('aria-activedescendant')).innerText === 'abc'")
+    page.wait("document.activeElement.ariaActiveDescendantElement.innerText === 'abc'")
     page.press("Enter")
     page.see(inner.name, "[role=listbox]")
     page.click("[role=option]")
@@ -853,7 +854,9 @@ def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> Non
     page.see("Not saved yet", ".settings")
 
 
-def test_settings_say_where_the_output_of_autostart_is(page: Page, service: Service, name: str) -> None:
+def test_settings_say_where_the_output_of_autostart_is(
+    page: Page, service: Service, name: str
+) -> None:
     service.create(name, autostart="echo output of autostart")
     open_screen(page, service, name, "command")
     page.see("output of autostart", ".output")
@@ -864,7 +867,8 @@ def test_settings_say_where_the_output_of_autostart_is(page: Page, service: Serv
     page.see("in Command mode where these pages started the container", ".settings")
     log = page.eval("/\\S+[.]log/.exec(document.querySelector('.settings').innerText)[0]")
     job = service.ended(service.job(name, f"until [ -s {log} ]; do sleep 0.1; done; cat {log}"))
-    assert service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body == b"output of autostart\n"
+    output = service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body
+    assert output == b"output of autostart\n"
     kinds = [job["kind"] for job in service.get(f"/api/sessions/{name}/jobs").json]
     assert kinds == ["command", "autostart"]  # of the start by the command line there is none
 
@@ -1056,7 +1060,7 @@ def test_mission_control(page: Page, service: Service, name: str) -> None:
 
 MARKDOWN = r"""# The *result* #
 
-Some **bold with `code`**, *soft*, __strong__, ~~gone~~ and `**kept**`: see [the docs](http://192.0.2.1/x).
+Some **bold with `code`**, *soft*, __strong__, ~~gone~~ and `**kept**`: [link](http://192.0.2.1/x).
 
 | file | `lines` |
 |:---|---:|
@@ -1079,7 +1083,7 @@ Some **bold with `code`**, *soft*, __strong__, ~~gone~~ and `**kept**`: see [the
 """
 PLAIN = """The result
 
-Some bold with code, soft, strong, gone and **kept**: see the docs.
+Some bold with code, soft, strong, gone and **kept**: link.
 
 file · lines
 sandbox.py · 3621
@@ -1214,7 +1218,8 @@ def test_every_view_has_one_main_part_one_title_and_only_tabs_among_tabs(
         page.wait("document.querySelector('h1')")
         if view.endswith("terminal"):
             see_in_terminal(page, "# ")
-            assert page.eval("[...document.querySelectorAll('[role=tablist] *')].map((e) => e.role)") == ["tab"]
+            tabs = "[...document.querySelectorAll('[role=tablist] *')].map((e) => e.role)"
+            assert page.eval(tabs) == ["tab"]
         assert len(roles(page, "main")) == 1, view
         assert len([node for node in roles(page, "heading") if is_top(node)]) == 1, view
     page.resize(DESKTOP)

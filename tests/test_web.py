@@ -538,16 +538,19 @@ def test_wrong_bodies_and_paths_are_4xx_with_a_message(service: Service, engine:
 def test_directories_of_the_host_are_named(engine: Engine) -> None:
     top = engine.directory()
     names = [".hidden", "a b", "alpha", "beta", "gh-ß-1", "q?&=#%", "<b>"]
-    for name in (*names, "line\nbreak", "esc\x1b", os.fsdecode(b"bytes\xff"), "secret", "secret/inner"):
+    odd = ["line\nbreak", "esc\x1b", os.fsdecode(b"bytes\xff")]
+    for name in (*names, *odd, "secret", "secret/inner"):
         (top / name).mkdir()
     (top / "secret").chmod(0)
     (top / "file").write_text("")
     os.mkfifo(top / "fifo")
-    for name, target in (("away", "/usr"), ("round", "round"), ("nowhere", "gone"), ("to-file", "file")):
+    links = {"away": "/usr", "round": "round", "nowhere": "gone", "to-file": "file"}
+    for name, target in links.items():
         (top / name).symlink_to(target)
     service = Service(engine, start=False)
     home = engine.directory(USER)
-    with engine.popen("serve", service.address, "-P", PASSWORD, user=USER, home=home, env={"HOME": str(top)}) as server:
+    where: dict[str, Any] = {"user": USER, "home": home, "env": {"HOME": str(top)}}
+    with engine.popen("serve", service.address, "-P", PASSWORD, **where) as server:
         assert server.stdout and server.stdout.readline()
         assert service.log_in().status == 200
 
@@ -564,8 +567,9 @@ def test_directories_of_the_host_are_named(engine: Engine) -> None:
         assert named(f"{top}/q?&") == ["q?&=#%"] and named(f"{top}/gh-ß") == ["gh-ß-1"]
         assert top.name in named(str(top))
         assert "bin" in named(f"{top}/away/") and "usr" in named("/")
-        for nothing in ("", "usr", "~", "~root/", "./", f"{top}/file/", f"{top}/fifo/", f"{top}/secret/",
-                        f"{top}/nowhere/", f"{top}/round/", f"{top}/\0/", f"{top}/\0", "/x/" * 300, "\n/"):
+        below = [f"{top}/{name}" for name in
+                 ("file/", "fifo/", "secret/", "nowhere/", "round/", "\0/", "\0", "x/" * 300)]
+        for nothing in (*below, "", "usr", "~", "~root/", "./", "\n/"):
             assert named(nothing) == [], nothing
         assert service.get("/api/directories").json == {"directories": []}
         assert service.get("/api/directories?path=%ff").status == 400

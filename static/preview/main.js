@@ -4,7 +4,8 @@
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
 const [{ api, link }, { $, drawn, h, say, toast }, { agentName, ago, lasted, tailOf },
   { refresh, startPolling, store }, { AgentStream }, { plain }] =
-  await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js"].map((name) => import(ui + name)));
+  await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js"]
+    .map((name) => import(ui + name)));
 
 const TAIL_BYTES = 16384; // an event of a few letters may take 300
 const SHOWN_LINES = 40;

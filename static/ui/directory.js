@@ -1,29 +1,33 @@
-// A field for a directory on the host, with a list of the directories that what was typed may go on with.
+// A field for a directory on the host, with a list of those that what was typed may go on with.
 
 import { api } from "./api.js";
 import { h } from "./dom.js";
 
 /** Make a combobox of an input that is in the page; a chosen directory is gone into. */
 export function completeDirectories(input) {
-  const list = h("ul", { class: "options", id: "directories", role: "listbox", "aria-label": "Directories", hidden: true,
-    onpointerdown: (event) => event.preventDefault() }); // or the input loses the focus
+  const list = h("ul", {
+    class: "options", id: "directories", role: "listbox", "aria-label": "Directories", hidden: true,
+    onpointerdown: (event) => event.preventDefault(), // or the input loses the focus
+  });
   let active = -1;
   let parent = ""; // of the directories in the list
-  Object.entries({ role: "combobox", "aria-autocomplete": "list", "aria-controls": list.id, "aria-expanded": "false" })
-    .forEach(([name, value]) => input.setAttribute(name, value));
+  input.role = "combobox";
+  input.ariaAutoComplete = "list";
+  input.ariaExpanded = "false";
+  input.setAttribute("aria-controls", list.id);
   input.after(list);
 
   function show(names) {
     list.replaceChildren(...names.map((name, index) =>
       h("li", { role: "option", id: `directory-${index}`, onclick: () => choose(index) }, name)));
     list.hidden = !names.length;
-    input.setAttribute("aria-expanded", String(!list.hidden));
+    input.ariaExpanded = String(!list.hidden);
     mark(-1);
   }
 
   function mark(index) {
     active = index;
-    [...list.children].forEach((option, at) => option.setAttribute("aria-selected", String(at === active)));
+    [...list.children].forEach((option, at) => (option.ariaSelected = String(at === active)));
     input.setAttribute("aria-activedescendant", list.children[active]?.id ?? "");
     list.children[active]?.scrollIntoView({ block: "nearest" });
   }

@@ -53,7 +53,7 @@ async function show() {
 function showHome() {
   const draw = () => {
     if (!store.sessions) {
-      main.replaceChildren(h("div", { class: "empty" }, h("h1", {}, "Sessions"),
+      main.replaceChildren(h("div", { class: "empty choose" }, h("h1", {}, "Sessions"),
         store.error ? problem(store.error) : h("p", { class: "dim" }, "Loading…")));
       return;
     }

@@ -30,14 +30,14 @@ async function load() {
   });
 }
 
-// A mark in a line, and what is shown for it. The first group of most is code, in which nothing is a mark.
+// A mark in a line, and what is shown for it. Where a first group matches code nothing is a mark.
 const MARKS = [
   [/^\s*(?:>\s?)+/, ""],
   [/^(\s*)[-*+] \[ \] /, "$1☐ "],
   [/^(\s*)[-*+] \[x\] /i, "$1☑ "],
   [/^(\s*)[-*+] /, "$1• "],
-  [/^\s*#{1,6}\s+(.*?)\s*#*$/, "$1"],
-  [/^\s*\|(.*?)\|?\s*$/, (_, cells) => cells.split(/(?<!\\)\|/).map((cell) => cell.trim()).join(" · ")],
+  [/^\s*#{1,6}\s+(?=\S)(.*?)\s*#*$/, "$1"],
+  [/^\s*\|(.*?)\|?\s*$/, (_, cells) => cells.split(/\s*(?<!\\)\|\s*/).join(" · ").trim()],
   [/(`+[^`]+`+)|!?\[([^\]]*)\]\([^)]*\)/g, "$1$2"],
   [/(`+[^`]+`+)|<(https?:[^>\s]*)>/g, "$1$2"],
   [/(`+[^`]+`+)|(?<![\w\\])(\*\*|__|~~)(?=\S)(.*?\S)\2(?!\w)/g, "$1$3"],
@@ -45,9 +45,10 @@ const MARKS = [
   [/(`+[^`]+`+)|\\([!-/:-@[-`{-~])/g, "$1$2"],
   [/`+([^`]+)`+/g, "$1"],
 ];
-const RULE = /^[\s|:]*-[\s|:-]*$|^\s*(?:(?:[*_]\s*){3,}|=+\s*)$/; // below a table's head or a title, or by itself
+// A line below a table's head, below a title, or by itself.
+const RULE = /^[\s|:]*-[\s|:-]*$|^\s*(?:(?:[*_]\s*){3,}|=+\s*)$/;
 
-/** Lines of Markdown, none of them long, without their marks: for where there is no room for more. */
+/** Lines of Markdown, none of them long, without their marks. */
 export function plain(lines) {
   let code = false;
   return lines.flatMap((line) => {
@@ -56,7 +57,8 @@ export function plain(lines) {
       return [];
     }
     if (code) return [line];
-    return RULE.test(line) ? [] : [MARKS.reduce((left, [mark, shown]) => left.replace(mark, shown), line)];
+    if (RULE.test(line)) return [];
+    return [MARKS.reduce((text, [mark, shown]) => text.replace(mark, shown), line)];
   }).filter((line, index, all) => line.trim() || all[index - 1]?.trim());
 }
 

@@ -341,7 +341,8 @@ export function mount(root, context) {
   let drawing;
 
   const notice = h("div", {});
-  const tabs = h("div", { class: "term-tabs", role: "tablist", "aria-label": "Terminals", hidden: true });
+  const tabs = h("div", {
+    class: "term-tabs", role: "tablist", "aria-label": "Terminals", hidden: true });
   const place = h("div", { class: "term-place", id: "term-place", role: "tabpanel" });
   const tool = (symbol, label, action, extra = {}) => h("button", { class: "quiet small", type: "button", title: label, "aria-label": label,
     onclick: action, ...extra }, icon(symbol));
@@ -396,7 +397,8 @@ export function mount(root, context) {
       onkeydown: (event) => moveTab(event, index),
     }, view.rang ? "● " : "", labelOf(view, index))));
     tabs.hidden = closing.hidden = !current;
-    if (current) closing.ariaLabel = closing.title = `Close ${labelOf(current, views.indexOf(current))}`;
+    const label = current ? `Close ${labelOf(current, views.indexOf(current))}` : "";
+    closing.ariaLabel = closing.title = label;
     if (focused >= 0) tabs.children[Math.min(focused, views.length - 1)]?.focus();
   }
 
