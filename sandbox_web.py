@@ -40,7 +40,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from heapq import nsmallest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -77,6 +79,7 @@ ROOM_SECONDS = 2  # how long a new connection waits for one that was told to mak
 STACK_BYTES = 256 * 1024
 LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
+SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
@@ -900,6 +903,8 @@ def packed_asset(name: str) -> tuple[bytes, str, bool]:
         body = None
     if body is None or type is None:
         raise WebError("not_found", "there is no such file")
+    if name == "auth/login.css":  # the one sheet that may be had before the login
+        body = sandbox.asset("ui/tokens.css") + body
     if name.endswith(".html"):
         body = body.replace(b"{{version}}", asset_version().encode())
     packed = gzip.compress(body, 9, mtime=0)
@@ -1331,6 +1336,22 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
             profiles.append({"name": name, "agent": "", "image": "", "directory": "", "error": error.message})
     directory = base_config().get("hostPath") or ""
     return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS), "directory": directory})
+
+
+def get_directories(_app: App, request: Request, _params: Params) -> Answer:
+    """Names of the host's directories that ?path= may go on with; none where it cannot be read."""
+    path = request.query.get("path", "")
+    if path.startswith("~/"):
+        path = os.path.expanduser(path)
+    parent, _, begun = path.rpartition("/")
+    names: list[str] = []
+    if path.startswith("/"):
+        with suppress(OSError, ValueError), os.scandir(f"{parent}/") as entries:
+            names = nsmallest(SHOWN_DIRECTORIES, (
+                entry.name for entry in islice(entries, LOOKED_AT_ENTRIES)
+                if entry.name.startswith(begun) and (begun or not entry.name.startswith("."))
+                and sandbox.is_exact(entry.name) and os.path.isdir(entry.path)))
+    return json_answer({"directories": names})
 
 
 # --- Jobs ---
@@ -2264,7 +2285,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/", static_file("ui/index.html")),
     ("GET", "/preview", static_file("preview/index.html")),
     ("GET", "/auth/login", static_file("auth/login.html")),
-    ("GET", "/preview/auth/login", static_file("preview/login.html")),
+    ("GET", "/preview/auth/login", static_file("auth/login.html")),
     ("GET", "/auth/frontend/login.css", static_file("auth/login.css")),
     ("GET", "/auth/frontend/login.js", static_file("auth/login.js")),
     ("POST", "/auth/login", post_login),
@@ -2272,6 +2293,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/ui/{version}/{file*}", get_asset("ui")),
     ("GET", "/preview/{version}/{file*}", get_asset("preview")),
     ("GET", "/api/profiles", get_profiles),
+    ("GET", "/api/directories", get_directories),
     ("GET", "/api/sessions", get_sessions),
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),

@@ -19,7 +19,8 @@ ARGV = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--disabl
         "--no-default-browser-check", "--no-pings", "--metrics-recording-only", "--password-store=basic",
         "--hide-scrollbars", "--remote-debugging-port=0", "about:blank"]
 DESKTOP, PHONE = (1280, 800), (390, 780)
-KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowUp": (38, ""), "ArrowDown": (40, "")}
+KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowUp": (38, ""),
+        "ArrowDown": (40, ""), "Delete": (46, "")}
 
 
 class Page:

@@ -20,6 +20,7 @@ CONTROL, SHIFT = 2, 8
 FIRST_PAGE_BYTES = 150_000
 BOX = ".composer textarea:not(:disabled)"
 ROWS = "[...document.querySelectorAll('.xterm-rows > div')]"
+SCREENS = ("agent", "command", "terminal", "network", "settings")
 WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE_CHUNKED_ENCODING",
              "WebSocket connection to")
 
@@ -161,6 +162,25 @@ def test_the_harness_waits_for_a_page_that_is_being_left(page: Page, service: Se
     page.eval(f"void setTimeout(() => location.assign('http://{service.address}/preview'))")
 
 
+def test_all_pages_have_the_same_colours(page: Page, service: Service) -> None:
+    """Custom properties are made in one sheet, which the login page has before the login."""
+    sheets = "[...document.styleSheets].flatMap((sheet) => [...sheet.cssRules])"
+    rules = f"{sheets}.flatMap((rule) => rule.media ? [...rule.cssRules] : [rule])"
+    names = f"[...new Set({rules}.flatMap((rule) => [...rule.style ?? []]))]"
+    values = (f"{names}.filter((name) => name.startsWith('--')).map((name) => "
+              "[name, getComputedStyle(document.documentElement).getPropertyValue(name)])")
+    for dark in (False, True):
+        page.resize(DESKTOP, dark)
+        seen = []
+        for path in ("/", "/preview", "/auth/login", "/preview/auth/login"):
+            page.call("Page.navigate", url="about:blank")
+            page.goto(f"http://{service.address}{path}")
+            seen.append(page.eval(values))
+        assert len(seen[0]) > 10 and seen == [seen[0]] * 4
+        assert dict(seen[0])["--bg"] == ("#121417" if dark else "#f6f6f4")
+    page.resize(DESKTOP)
+
+
 # --- Sessions ---
 
 
@@ -173,10 +193,34 @@ def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, na
     page.click("form button[type=submit]")
     page.see("/no/such/directory is not a directory", ".problem")
     page.errors.clear()  # the 400 that was asked for
-    page.fill(directory, str(service.engine.project))
+    inner = service.engine.project / "abc" / "<b> 'c'"
+    inner.mkdir(parents=True)
+    (service.engine.project / "abd").mkdir()
+    page.fill(directory, f"{service.engine.project}/a")
+    page.see("abc\nabd", "[role=listbox]")
+    page.press("ArrowDown")
+    page.press("ArrowDown")
+    page.press("Escape")
+    page.wait("document.querySelector('[role=listbox]').hidden")
+    page.press("ArrowDown")
+    page.see("abc", "[role=listbox]")
+    page.press("ArrowDown")
+    page.wait("document.activeElement.ariaActiveDescendantElement.innerText === 'abc'")
+    page.press("Enter")
+    page.see(inner.name, "[role=listbox]")
+    page.click("[role=option]")
+    assert page.eval("document.activeElement.value") == f"{inner}/"
     page.fill("input[placeholder^='made from']", name)
+    page.click("form input[value=list]")
+    page.fill("[aria-label='Allowed hosts']", "http://no/rule")
+    page.click("form button[type=submit]")
+    page.see("no/rule", ".problem")
+    page.errors.clear()  # the 400 that was asked for
+    page.fill("[aria-label='Allowed hosts']", "one.example\n*.two.example:443")
     page.click("form button[type=submit]")
     page.wait(f"location.hash === '#/s/{name}/agent'", 60)
+    assert service.get(f"/api/sessions/{name}").json["directory"] == str(inner)
+    assert rules(service, name) == {"allow": ["one.example", "*.two.example:443"]}
     page.see("What should Claude Code do?")
     page.see(name, ".sessions [aria-current]")
     page.click(".acts button[aria-label^=Stop]")
@@ -494,6 +538,13 @@ def test_a_terminal(page: Page, service: Service, name: str) -> None:
     page.wait("document.activeElement.role === 'tab'")  # the keyboard is not caught
     page.click(".term-tools button")
     page.see("Shell 2", ".term-tabs")
+    see_in_terminal(page, "# ")
+    page.click(".term-bar > [aria-label='Close Shell 2']")
+    page.wait("document.querySelectorAll('.term-tab').length === 1")
+    see_in_terminal(page, "resized")
+    page.press("l", modifiers=CONTROL | SHIFT)
+    page.press("Delete")
+    page.see("No terminal is open", ".term-place")
     page.resize(DESKTOP)
 
 
@@ -599,7 +650,7 @@ def test_what_a_program_rings_names_and_asks_without_end_is_taken_together(
     open_terminal(page, service, name)
     page.click(".term-tools button")
     page.wait("document.querySelectorAll('.term-tab').length === 2")
-    page.click(".term-tab button")
+    page.click(".term-tab")
     page.eval("""{
         window.counts = { toasts: 0, most: 0, tabs: 0, sent: 0, notifications: 0 };
         const toasts = document.querySelector("#toasts");
@@ -635,12 +686,12 @@ def test_what_a_program_rings_names_and_asks_without_end_is_taken_together(
     page.see("title 100", ".term-tabs")
     for what in ("bells", "notes"):  # in the other terminal's tab
         flood(what)
-        page.click(".term-tab:nth-child(2) button")
+        page.click(".term-tab:nth-child(2)")
         service.job(name, f"touch /tmp/{what}")
         page.wait("document.querySelector('#toasts').textContent")
         if what == "notes":
             page.see(f"{name}: title 100", "#toasts")  # the last one
-        page.click(".term-tab button")
+        page.click(".term-tab")
         see_in_terminal(page, f"end of {what}")
     assert not page.eval("counts.notifications")
     service.ended(service.job(name, "rm /tmp/bells"))
@@ -804,6 +855,25 @@ def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> Non
     page.see("host/at", ".problem")
     page.errors.clear()  # the 400 that was asked for
     page.see("Not saved yet", ".settings")
+
+
+def test_settings_say_where_the_output_of_autostart_is(
+    page: Page, service: Service, name: str
+) -> None:
+    service.create(name, autostart="echo output of autostart")
+    open_screen(page, service, name, "command")
+    page.see("output of autostart", ".output")
+    assert service.post(f"/api/sessions/{name}/stop").status == 200
+    run = service.engine.sandbox("run", "-n", name, "-x", "true")
+    assert run.returncode == 0, run.stderr
+    open_screen(page, service, name, "settings")
+    page.see("in Command mode where these pages started the container", ".settings")
+    log = page.eval("/\\S+[.]log/.exec(document.querySelector('.settings').innerText)[0]")
+    job = service.ended(service.job(name, f"until [ -s {log} ]; do sleep 0.1; done; cat {log}"))
+    output = service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body
+    assert output == b"output of autostart\n"
+    kinds = [job["kind"] for job in service.get(f"/api/sessions/{name}/jobs").json]
+    assert kinds == ["command", "autostart"]  # of the start by the command line there is none
 
 
 # --- Network ---
@@ -991,6 +1061,63 @@ def test_mission_control(page: Page, service: Service, name: str) -> None:
     page.wait(f"document.querySelector({json.dumps(tile)}).dataset.state === 'idle'")
 
 
+MARKDOWN = r"""# The *result* #
+
+Some **bold with `code`**, *soft*, __strong__, ~~gone~~ and `**kept**`: [link](http://192.0.2.1/x).
+
+| file | `lines` |
+|:---|---:|
+| **sandbox.py** | 3621 |
+| a \| b | 2 |
+
+- first
+  * [x] done
+1. third
+
+> quoted, \*bare\*
+
+***
+2 * 3, 2**8, 2**9, snake_case_name, *.py and *.js, a | b
+
+```sh
+# | wc -l | **x**
+---
+```
+"""
+PLAIN = """The result
+
+Some bold with code, soft, strong, gone and **kept**: link.
+
+file · lines
+sandbox.py · 3621
+a | b · 2
+
+• first
+  ☑ done
+1. third
+
+quoted, *bare*
+
+2 * 3, 2**8, 2**9, snake_case_name, *.py and *.js, a | b
+
+# | wc -l | **x**
+---"""
+
+
+def test_a_tile_shows_markdown_without_its_marks(page: Page, service: Service, name: str) -> None:
+    text = "not shown any more\n" * 40 + MARKDOWN + "x" * 1000
+    message = {"id": "m", "content": [{"type": "text", "text": text}]}
+    event = json.dumps({"type": "assistant", "session_id": "s", "message": message})
+    (service.engine.project / "out").write_text(event + "\n")
+    service.create(name, agentPromptCommand="cat out; : {prompt}")
+    service.ended(service.post(f"/api/sessions/{name}/prompt", {"prompt": "go"}).json)
+    page.goto(f"http://{service.address}/preview")
+    tail = f"document.querySelector(\".tile:has([aria-label='Prompt for {name}']) .tail\")"
+    page.wait(f"{tail}?.textContent.includes('• first')")
+    lines = page.eval(f"[...{tail}.children].map((line) => line.textContent)")
+    assert len(lines) == 40 and "\n".join([*PLAIN.split("\n"), "x" * 400]) in "\n".join(lines)
+
+
 def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Service, name: str) -> None:
     service.create(name)
     page.goto(f"http://{service.address}/preview")
@@ -1032,14 +1159,16 @@ def test_a_phone(page: Page, service: Service, name: str) -> None:
     page.click("[data-key='-']")
     see_in_terminal(page, "echo up-")
     page.click(".back")
-    page.wait("document.querySelector('#side').checkVisibility() && !document.querySelector('#main').checkVisibility()")
+    page.see("Choose a session", "main")
+    page.see(name, ".sessions")
+    assert page.eval("document.documentElement.scrollWidth <= innerWidth")
     page.goto(f"http://{service.address}/preview")
     page.see(name)
     assert page.eval("document.documentElement.scrollWidth <= innerWidth")
     page.resize(DESKTOP)
 
 
-@pytest.mark.parametrize("screen", ["agent", "command", "terminal", "network", "settings", "new", "preview"])
+@pytest.mark.parametrize("screen", [*SCREENS, "new", "preview"])
 def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service: Service, name: str,
                                                              screen: str) -> None:
     service.create(name, agentPromptCommand="echo answer to {prompt}", env={"A": "1"})
@@ -1065,6 +1194,38 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service
         page.press("Tab")
         reached.add(page.eval("document.activeElement.ariaLabel + document.activeElement.textContent.slice(0, 20)"))
     assert len(reached) > 4
+
+
+def roles(page: Page, role: str) -> list[Any]:
+    """The nodes of a role that a screen reader finds."""
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    return [node for node in nodes if not node["ignored"] and node["role"]["value"] == role]
+
+
+def is_top(heading: Any) -> bool:
+    return {"name": "level", "value": {"type": "integer", "value": 1}} in heading["properties"]
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_every_view_has_one_main_part_one_title_and_only_tabs_among_tabs(
+    page: Page, service: Service, name: str, size: tuple[int, int]
+) -> None:
+    service.create(name)
+    page.resize(size)
+    page.call("Accessibility.enable")
+    views = ["/", "/#/new", *(f"/#/s/{name}/{screen}" for screen in SCREENS),
+             "/preview", "/auth/login", "/preview/auth/login"]
+    for view in views:
+        page.call("Page.navigate", url="about:blank")
+        page.goto(f"http://{service.address}{view}")
+        page.wait("document.querySelector('h1')")
+        if view.endswith("terminal"):
+            see_in_terminal(page, "# ")
+            tabs = "[...document.querySelectorAll('[role=tablist] *')].map((e) => e.role)"
+            assert page.eval(tabs) == ["tab"]
+        assert len(roles(page, "main")) == 1, view
+        assert len([node for node in roles(page, "heading") if is_top(node)]) == 1, view
+    page.resize(DESKTOP)
 
 
 DEV_SERVER = """

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
-from conftest import ROOT, Engine, write_config
+from conftest import ROOT, USER, Engine, write_config
 from service import PASSWORD, Service, free_port, wait_for
 from test_engines import SilentEngine
 
@@ -84,6 +85,8 @@ REFUSED = [
     "/api/sessions/x/terminal",
     "/api/sessions/x/jobs/1/events",
     "/api/profiles",
+    "/api/directories",
+    "/api/directories?path=/",
     "/api/nothing",
     "/api/auth/login",
     "/%61pi/sessions",
@@ -494,6 +497,9 @@ WRONG_BODIES: list[tuple[str, str, Any]] = [
     ("POST", "/api/sessions", {"directory": "/tmp", "x": 1}),
     ("POST", "/api/sessions", {"directory": "/tmp", "agent": "c", "command": "sh"}),
     ("POST", "/api/sessions", {"directory": "/tmp", "network": ["x"]}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "network": {"deny": ["x.example"]}}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "network": {"allow": ["http://x.example/"]}}),
+    ("POST", "/api/sessions", {"directory": "/tmp", "network": {"allow": "x.example"}}),
     ("POST", "/api/sessions", {"directory": "/tmp\0"}),
     ("POST", "/api/sessions", {"directory": "/var/run"}),
     ("POST", "/api/sessions", {"directory": "/tmp", "env": {"A-B": "c"}}),
@@ -527,6 +533,50 @@ def test_wrong_bodies_and_paths_are_4xx_with_a_message(service: Service, engine:
     reply = service.request("PATCH", f"/api/sessions/{name}")
     assert reply.status == 405 and reply.headers["Allow"] == "DELETE, GET, HEAD"
     assert service.request("DELETE", f"/api/sessions/{name}").status == 200
+
+
+def test_directories_of_the_host_are_named(engine: Engine) -> None:
+    top = engine.directory()
+    names = [".hidden", "a b", "alpha", "beta", "gh-ß-1", "q?&=#%", "<b>"]
+    odd = ["line\nbreak", "esc\x1b", os.fsdecode(b"bytes\xff")]
+    for name in (*names, *odd, "secret", "secret/inner"):
+        (top / name).mkdir()
+    (top / "secret").chmod(0)
+    (top / "file").write_text("")
+    os.mkfifo(top / "fifo")
+    links = {"away": "/usr", "round": "round", "nowhere": "gone", "to-file": "file"}
+    for name, target in links.items():
+        (top / name).symlink_to(target)
+    service = Service(engine, start=False)
+    home = engine.directory(USER)
+    where: dict[str, Any] = {"user": USER, "home": home, "env": {"HOME": str(top)}}
+    with engine.popen("serve", service.address, "-P", PASSWORD, **where) as server:
+        assert server.stdout and server.stdout.readline()
+        assert service.log_in().status == 200
+
+        def named(path: str) -> list[str]:
+            reply = service.get(f"/api/directories?{urlencode({'path': path})}")
+            assert reply.status == 200, reply.body
+            found: list[str] = reply.json["directories"]
+            return found
+
+        shown = sorted([*names[1:], "away", "secret"])
+        assert named(f"{top}/") == named("~/") == named(f"{top}/alpha/../") == shown
+        assert named(f"{top}/a") == ["a b", "alpha", "away"]
+        assert named(f"{top}/.") == [".hidden"]
+        assert named(f"{top}/q?&") == ["q?&=#%"] and named(f"{top}/gh-ß") == ["gh-ß-1"]
+        assert top.name in named(str(top))
+        assert "bin" in named(f"{top}/away/") and "usr" in named("/")
+        below = [f"{top}/{name}" for name in
+                 ("file/", "fifo/", "secret/", "nowhere/", "round/", "\0/", "\0", "x/" * 300)]
+        for nothing in (*below, "", "usr", "~", "~root/", "./", "\n/"):
+            assert named(nothing) == [], nothing
+        assert service.get("/api/directories").json == {"directories": []}
+        assert service.get("/api/directories?path=%ff").status == 400
+        for number in range(3000):
+            (top / "beta" / f"{number:04}").mkdir()
+        assert named(f"{top}/beta/") == [f"{number:04}" for number in range(50)]
+        assert named(f"{top}/beta/29") == [f"{number:04}" for number in range(2900, 2950)]
 
 
 def test_a_broken_configuration_is_reported_and_the_rest_untouched(service: Service, engine: Engine) -> None:

@@ -10,7 +10,8 @@ form.addEventListener("submit", async (event) => {
   try {
     const answer = await fetch("/auth/login", { method: "POST", headers: { "Content-Type": "application/json" }, body });
     if (answer.ok) {
-      location.replace(form.dataset.next + location.hash); // a page of ours, and the session that was asked for
+      const page = location.pathname.startsWith("/preview/") ? "/preview" : "/";
+      location.replace(page + location.hash); // the session that was asked for
       return;
     }
     const said = (await answer.json()).error.message;

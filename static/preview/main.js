@@ -3,8 +3,9 @@
 
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
 const [{ api, link }, { $, drawn, h, say, toast }, { agentName, ago, lasted, tailOf },
-  { refresh, startPolling, store }, { AgentStream }] =
-  await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js"].map((name) => import(ui + name)));
+  { refresh, startPolling, store }, { AgentStream }, { plain }] =
+  await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js"]
+    .map((name) => import(ui + name)));
 
 const TAIL_BYTES = 16384; // an event of a few letters may take 300
 const SHOWN_LINES = 40;
@@ -60,9 +61,9 @@ function blockLines(block) {
     case "tool":
       return [{ kind: `tool ${block.status}`, text: `${block.name} ${block.title}`.trim() }];
     case "text":
-      return plain(lastLines(block.text)).map((text) => ({ kind: "text", text }));
+      return plain(shortLines(block.text)).map((text) => ({ kind: "text", text }));
     case "raw":
-      return lastLines(block.text).map((text) => ({ kind: "raw",
+      return shortLines(block.text).map((text) => ({ kind: "raw",
         text: text.replace(/\x1b\[[0-?]*[ -/]*[@-~]/g, "") }));
     case "note":
       return block.tone === "bad" ? [{ kind: "bad", text: block.text }] : [];
@@ -70,12 +71,7 @@ function blockLines(block) {
   return [];
 }
 
-const lastLines = (text) => text.split("\n").slice(-SHOWN_LINES)
-  .map((line) => line.slice(0, LINE_CHARS));
-
-/** Lines of Markdown without its marks. */
-const plain = (lines) => lines.filter((line) => !/^\s*(```|\|?[\s:|-]+\|?$)/.test(line) || line.trim() === "")
-  .map((line) => line.replace(/^#+ |\*\*|`/g, "").replace(/\[([^\]]*)\]\([^)]*\)/g, "$1")).filter((line, index, all) => line.trim() || all[index - 1]?.trim());
+const shortLines = (text) => text.split("\n").map((line) => line.slice(0, LINE_CHARS));
 
 // --- Tiles ---
 

@@ -76,6 +76,10 @@ export const api = {
     (await call("GET", path("sessions", name, "jobs") + `?limit=${limit}`)).map(job),
   cancel: (name, id) => call("DELETE", path("sessions", name, "jobs", id)),
   profiles: () => call("GET", path("profiles")),
+  directories: async (begun) => {
+    const query = new URLSearchParams({ path: begun });
+    return (await call("GET", `${path("directories")}?${query}`)).directories;
+  },
   terminals: (name) => call("GET", path("sessions", name, "terminals")),
   closeTerminal: (name, id) => call("DELETE", path("sessions", name, "terminals", id)),
   logout: () => call("POST", "/auth/logout"),

@@ -53,12 +53,12 @@ async function show() {
 function showHome() {
   const draw = () => {
     if (!store.sessions) {
-      main.replaceChildren(h("div", { class: "empty" },
+      main.replaceChildren(h("div", { class: "empty choose" }, h("h1", {}, "Sessions"),
         store.error ? problem(store.error) : h("p", { class: "dim" }, "Loading…")));
       return;
     }
     const some = store.sessions.length > 0;
-    main.replaceChildren(h("div", { class: "empty" },
+    main.replaceChildren(h("div", { class: some ? "empty choose" : "empty" },
       h("h1", {}, some ? "Choose a session" : "No session yet"),
       h("p", {}, some
         ? "Each session is a container in which an agent works. It goes on when you close this page."

@@ -30,6 +30,38 @@ async function load() {
   });
 }
 
+// A mark in a line, and what is shown for it. Where a first group matches code nothing is a mark.
+const MARKS = [
+  [/^\s*(?:>\s?)+/, ""],
+  [/^(\s*)[-*+] \[ \] /, "$1☐ "],
+  [/^(\s*)[-*+] \[x\] /i, "$1☑ "],
+  [/^(\s*)[-*+] /, "$1• "],
+  [/^\s*#{1,6}\s+(?=\S)(.*?)\s*#*$/, "$1"],
+  [/^\s*\|(.*?)\|?\s*$/, (_, cells) => cells.split(/\s*(?<!\\)\|\s*/).join(" · ").trim()],
+  [/(`+[^`]+`+)|!?\[([^\]]*)\]\([^)]*\)/g, "$1$2"],
+  [/(`+[^`]+`+)|<(https?:[^>\s]*)>/g, "$1$2"],
+  [/(`+[^`]+`+)|(?<![\w\\])(\*\*|__|~~)(?=\S)(.*?\S)\2(?!\w)/g, "$1$3"],
+  [/(`+[^`]+`+)|(?<![\w\\*_])([*_])(?=[^\s*_])(.*?[^\s\\])\2(?!\w)/g, "$1$3"],
+  [/(`+[^`]+`+)|\\([!-/:-@[-`{-~])/g, "$1$2"],
+  [/`+([^`]+)`+/g, "$1"],
+];
+// A line below a table's head, below a title, or by itself.
+const RULE = /^[\s|:]*-[\s|:-]*$|^\s*(?:(?:[*_]\s*){3,}|=+\s*)$/;
+
+/** Lines of Markdown, none of them long, without their marks. */
+export function plain(lines) {
+  let code = false;
+  return lines.flatMap((line) => {
+    if (/^\s*(```|~~~)/.test(line)) {
+      code = !code;
+      return [];
+    }
+    if (code) return [line];
+    if (RULE.test(line)) return [];
+    return [MARKS.reduce((text, [mark, shown]) => text.replace(mark, shown), line)];
+  }).filter((line, index, all) => line.trim() || all[index - 1]?.trim());
+}
+
 const attribute = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
 /** What a renderer makes of a text; null where it fails, as at deep nesting, or shows nothing. */

@@ -20,7 +20,7 @@ export function networkText(rule) {
   return `${count(rule.allow?.length ?? 0, "allowed host")}`;
 }
 
-/** The choice between the kinds, and the hosts of a list. `read()` gives the rule. */
+/** The choice between the kinds, and the hosts of a list; `read()` gives the rule. */
 export function networkChoice(current, configured) {
   const given = kindOf(current);
   const rule = given === "list" ? current : kindOf(configured) === "list" ? configured : {};
@@ -36,7 +36,8 @@ export function networkChoice(current, configured) {
     h("p", { class: "hint" }, "One a line: ", h("code", {}, "host"), ", ", h("code", {}, "host:port"), " or ", h("code", {}, "*.host"), "."));
   const kinds = Object.entries(KINDS).filter(([kind]) => kind !== "host" || given === "host");
   const choices = h("div", { class: "choices tall", role: "radiogroup", "aria-label": "Network", onchange: () => show() },
-    choice("", `As configured (${networkText(configured)})`), kinds.map(([kind, label]) => choice(kind, label)), lists);
+    choice("", configured ? `As configured (${networkText(configured)})` : "As configured"),
+    kinds.map(([kind, label]) => choice(kind, label)), lists);
   const chosen = () => choices.querySelector("input:checked").value;
   const show = () => (lists.hidden = chosen() !== "list");
   show();

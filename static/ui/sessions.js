@@ -1,9 +1,11 @@
 // The list of sessions, with live state, and the form that makes a new one.
 
 import { api } from "./api.js";
+import { completeDirectories } from "./directory.js";
 import { $, drawn, h, problem, toast } from "./dom.js";
 import { AGENTS, agentName, ago, count, outcome, tailOf } from "./format.js";
 import { icon } from "./icons.js";
+import { networkChoice } from "./network.js";
 import { refresh, store } from "./store.js";
 
 const FILTER_FROM = 8; // sessions from which on there is a filter
@@ -110,8 +112,7 @@ export function mountForm(root, { created }) {
   const directory = text({ placeholder: "/home/me/project", required: true });
   const profile = h("select", {}, h("option", { value: "" }, "none"));
   const image = text({ placeholder: "as configured" });
-  const network = h("select", {}, ["", "open", "none"].map((value) =>
-    h("option", { value }, { "": "as configured", open: "open: the internet can be reached", none: "none" }[value])));
+  const network = networkChoice();
   const agents = h("div", { class: "choices", role: "radiogroup", "aria-label": "Agent" });
   const submit = h("button", { class: "primary", type: "submit" }, "Create session");
   const form = h("form", { class: "page", novalidate: true },
@@ -122,8 +123,9 @@ export function mountForm(root, { created }) {
     field("Directory on the host", directory, "The agent sees this directory, at the same path, and of the rest of the host only what is configured."),
     field("Name", name),
     field("Run profile", profile, "What the form leaves open comes from here, then from the global configuration."),
+    h("fieldset", {}, h("legend", {}, "Network"), network.element),
     h("details", { class: "more" }, h("summary", {}, "More"),
-      field("Image version", image, "For example 1.0-common."), field("Network", network)),
+      field("Image version", image, "For example 1.0-common.")),
     h("div", { class: "row end" }, h("a", { class: "button quiet", href: "#/" }, "Cancel"), submit));
 
   function drawAgents(names) {
@@ -154,7 +156,7 @@ export function mountForm(root, { created }) {
     event.preventDefault();
     const what = {
       agent: new FormData(form).get("agent"), directory: directory.value.trim(), name: name.value.trim(),
-      profile: profile.value, image: image.value.trim(), network: network.value,
+      profile: profile.value, image: image.value.trim(), network: network.read(),
     };
     for (const [key, value] of Object.entries(what)) if (!value) delete what[key];
     submit.disabled = true;
@@ -173,6 +175,7 @@ export function mountForm(root, { created }) {
     }
   });
   root.replaceChildren(form);
+  completeDirectories(directory);
   directory.focus();
   return () => (gone = true);
 }

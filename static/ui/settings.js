@@ -82,7 +82,9 @@ export function mount(root, context) {
         h("p", { class: "hint" }, "The hosts of a list are in force at once. Another kind of network needs a new container: "
           + "when it is saved, this page says so and can make it."),
         network.element),
-      field("Autostart script", autostart, "A shell script that runs whenever the container starts. Its output is in Command mode."),
+      field("Autostart script", autostart,
+        "A shell script that runs whenever the container starts. Its output is in Command mode "
+        + "where these pages started the container, and else in /tmp/autostart.log inside."),
       field("Agent prompt command", template, "What a prompt runs in the container. {prompt} becomes one word, whatever it contains. "
         + "Empty: the agent's own."),
       h("div", { class: "row end sticky" }, state, discard, save));

@@ -341,7 +341,8 @@ export function mount(root, context) {
   let drawing;
 
   const notice = h("div", {});
-  const tabs = h("div", { class: "term-tabs", role: "tablist", "aria-label": "Terminals" });
+  const tabs = h("div", {
+    class: "term-tabs", role: "tablist", "aria-label": "Terminals", hidden: true });
   const place = h("div", { class: "term-place", id: "term-place", role: "tabpanel" });
   const tool = (symbol, label, action, extra = {}) => h("button", { class: "quiet small", type: "button", title: label, "aria-label": label,
     onclick: action, ...extra }, icon(symbol));
@@ -354,7 +355,8 @@ export function mount(root, context) {
   const reader = h("button", { class: "quiet small", type: "button", "aria-pressed": String(localStorage.getItem("screenReader") === "1"),
     title: "Screen reader mode", "aria-label": "Screen reader mode", onclick: () => setReader() }, icon("eye"));
   const bell = tool("bell", "Notify me when a terminal rings", () => askToNotify());
-  const bar = h("div", { class: "term-bar" }, tabs,
+  const closing = tool("close", "", () => shut(current), { hidden: true });
+  const bar = h("div", { class: "term-bar" }, tabs, closing,
     h("div", { class: "row term-tools" },
       h("button", { class: "quiet small", type: "button", onclick: (e) => busy(e.currentTarget, () => open({})) }, icon("plus"), "Shell"),
       context.session.agent && h("button", { class: "quiet small", type: "button",
@@ -387,17 +389,21 @@ export function mount(root, context) {
     cancelAnimationFrame(drawing);
     drawing = undefined;
     if (gone) return;
-    const focused = tabs.contains(document.activeElement) ? [...tabs.children].findIndex((t) => t.contains(document.activeElement)) : -1;
-    tabs.replaceChildren(...views.map((view, index) => h("div", { class: `term-tab ${view.over ? "over" : ""}`, role: "presentation" },
-      h("button", { type: "button", role: "tab", "aria-selected": String(view === current), "aria-controls": "term-place",
-        tabindex: view === current ? "0" : "-1", onclick: () => select(view),
-        onkeydown: (event) => moveTab(event, index) }, view.rang ? "● " : "", labelOf(view, index)),
-      h("button", { type: "button", class: "quiet", "aria-label": `Close ${labelOf(view, index)}`, tabindex: view === current ? "0" : "-1",
-        onclick: () => shut(view) }, icon("close")))));
-    if (focused >= 0) $("[role=tab]", tabs.children[Math.min(focused, views.length - 1)] ?? tabs)?.focus();
+    const focused = [...tabs.children].indexOf(document.activeElement);
+    tabs.replaceChildren(...views.map((view, index) => h("button", {
+      type: "button", role: "tab", class: `term-tab ${view.over ? "over" : ""}`,
+      "aria-selected": String(view === current), "aria-controls": "term-place",
+      tabindex: view === current ? "0" : "-1", onclick: () => select(view),
+      onkeydown: (event) => moveTab(event, index),
+    }, view.rang ? "● " : "", labelOf(view, index))));
+    tabs.hidden = closing.hidden = !current;
+    const label = current ? `Close ${labelOf(current, views.indexOf(current))}` : "";
+    closing.ariaLabel = closing.title = label;
+    if (focused >= 0) tabs.children[Math.min(focused, views.length - 1)]?.focus();
   }
 
   function moveTab(event, index) {
+    if (event.key === "Delete") shut(views[index]);
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!step) return;
     event.preventDefault();
