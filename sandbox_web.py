@@ -429,6 +429,13 @@ ANONYMOUS = ("/auth/login", "/auth/logout", "/auth/frontend/login.css", "/auth/f
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 
 
+def turned_away(request: Request) -> Answer:
+    """The answer to a request without a login."""
+    if is_plain_401(request.path):
+        return Answer(b"Unauthorized\n", status=401)
+    return Answer(status=302, headers={"Location": "/auth/login"})
+
+
 def is_plain_401(path: str) -> bool:
     """Whether an anonymous request for the path gets a 401, and not the login page."""
     return path in ("/api", "/auth") or path.startswith(("/api/", "/auth/"))
@@ -2347,12 +2354,12 @@ class App:
         if not request.login and request.path not in ANONYMOUS:
             if not request.length:
                 read_body(0)
-            if is_plain_401(request.path):
-                return Answer(b"Unauthorized\n", status=401)
-            return Answer(status=302, headers={"Location": "/auth/login"})
+            return turned_away(request)
         check_origin(request, self.gateway.secure)
         function, params = route(request.method, request.path)
         request.body = read_body(BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES)
+        if request.path not in ANONYMOUS and not self.gateway.is_live(request.login):
+            return turned_away(request)  # the login ended while the body came
         return function(self, request, params)
 
 
