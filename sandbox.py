@@ -1697,7 +1697,7 @@ def place_of(source: str) -> str:
     try:
         with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
             mount = next(line.split()[1] for line in file if line.startswith("mnt_id:"))
-        if os.readlink(f"/proc/self/fd/{fd}") != source:
+        if os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)") != source:  # a file written anew
             return "gone"
     finally:
         os.close(fd)
