@@ -1697,7 +1697,8 @@ def place_of(source: str) -> str:
     try:
         with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
             mount = next(line.split()[1] for line in file if line.startswith("mnt_id:"))
-        if os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)") != source:  # a file written anew
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.removesuffix(" (deleted)") != source:  # a file may have been written anew
             return "gone"
     finally:
         os.close(fd)

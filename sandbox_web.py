@@ -159,7 +159,8 @@ def log(line: str) -> None:
     """Write a line to the log; a full disk keeps nobody from an answer."""
     with suppress(OSError), LOG_LOCK:
         if sys.stderr:  # else the descriptor is another file's
-            when = time.strftime("%Y-%m-%dT%H:%M:%S%z")  # a traceback may have a container's words in it
+            when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            # A traceback may have a container's words in it.
             os.write(2, f"{when} {sandbox.printable(line)}\n".encode())
         if LOG_PATH and os.fstat(2).st_size > LOG_BYTES:
             os.replace(LOG_PATH[0], f"{LOG_PATH[0]}.1")

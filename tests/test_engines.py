@@ -382,11 +382,14 @@ while True:
 """
 
 
-def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: Path, name: str) -> None:
+def test_a_mounted_file_may_be_written_anew_meanwhile(
+    engine: Engine, project: Path, name: str
+) -> None:
     (project / "file").write_text("whole")
+    mount = f"{project}/file:/x"
     with Process([PYTHON, "-c", REWRITE, str(project)], start_new_session=True):
         for _ in range(3):
-            answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/x", "-x", "cat", "/x")
+            answer = engine.sandbox("run", "-n", name, "-v", mount, "-x", "cat", "/x")
             assert (answer.returncode, answer.stdout) == (0, "whole"), answer.stderr
             engine.run("stop", "-t", "0", name)
 
