@@ -3604,7 +3604,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The installed command and the zipapp. An empty item of PYTHONPATH is the project, so they start without it.
+    """The installed command and the zipapp. They start without PYTHONPATH, whose empty item is the project.
 
     Not with -I, which would hide what is installed for the user: it may be ourselves.
     """

@@ -205,7 +205,8 @@ def test_a_request_is_not_carried_out_after_its_login(service: Service) -> None:
     kept = service.cookie
     service.log_in()
     head = (f"POST /api/sessions HTTP/1.1\r\nHost: {service.address}\r\n"
-            f"Cookie: {service.cookie}\r\nContent-Type: application/json\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+            f"Cookie: {service.cookie}\r\nContent-Type: application/json\r\n"
+            "Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")
     with socket.create_connection(("127.0.0.1", service.port), timeout=20) as sock:
         sock.sendall(head.encode())
         assert b" 100 Continue" in sock.recv(1000)
