@@ -1699,7 +1699,8 @@ def place_of(source: str) -> str:
     try:
         with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
             mount = next(line.split()[1] for line in file if line.startswith("mnt_id:"))
-        if os.readlink(f"/proc/self/fd/{fd}") != source:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.removesuffix(" (deleted)") != source:  # a file may have been written anew
             return "gone"
     finally:
         os.close(fd)
@@ -3624,7 +3625,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The installed command and the zipapp. An empty item of PYTHONPATH is the project, so they start without it.
+    """The installed command and the zipapp. They start without PYTHONPATH, whose empty item is the project.
 
     Not with -I, which would hide what is installed for the user: it may be ourselves.
     """

@@ -162,7 +162,9 @@ def log(line: str) -> None:
     """Write a line to the log; a full disk keeps nobody from an answer."""
     with suppress(OSError), LOG_LOCK:
         if sys.stderr:  # else the descriptor is another file's
-            os.write(2, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n".encode("utf-8", "replace"))
+            when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            # A traceback may have a container's words in it.
+            os.write(2, f"{when} {sandbox.printable(line)}\n".encode())
         if LOG_PATH and os.fstat(2).st_size > LOG_BYTES:
             os.replace(LOG_PATH[0], f"{LOG_PATH[0]}.1")
             open_log(LOG_PATH[0])
@@ -430,6 +432,13 @@ def head_bytes(status: int, headers: Mapping[str, str]) -> bytes:
 ANONYMOUS = ("/auth/login", "/auth/logout", "/auth/frontend/login.css", "/auth/frontend/login.js",
              "/preview/auth/login")
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+
+
+def turned_away(request: Request) -> Answer:
+    """The answer to a request without a login."""
+    if is_plain_401(request.path):
+        return Answer(b"Unauthorized\n", status=401)
+    return Answer(status=302, headers={"Location": "/auth/login"})
 
 
 def is_plain_401(path: str) -> bool:
@@ -2369,12 +2378,12 @@ class App:
         if not request.login and request.path not in ANONYMOUS:
             if not request.length:
                 read_body(0)
-            if is_plain_401(request.path):
-                return Answer(b"Unauthorized\n", status=401)
-            return Answer(status=302, headers={"Location": "/auth/login"})
+            return turned_away(request)
         check_origin(request, self.gateway.secure)
         function, params = route(request.method, request.path)
         request.body = read_body(BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES)
+        if request.path not in ANONYMOUS and not self.gateway.is_live(request.login):
+            return turned_away(request)  # the login ended while the body came
         return function(self, request, params)
 
 

@@ -308,3 +308,10 @@ def test_a_name_is_never_taken_for_the_start_of_an_id(engine: Engine, project: P
     assert f"--name {short} " in engine.sandbox("config", "command", "-n", short, "-x", "true").stdout
     assert engine.sandbox("rm", short).returncode == 1
     assert name in engine.sandbox("ps", "-q").stdout.split()
+
+
+def test_the_log_holds_nothing_that_a_terminal_obeys(capfd: pytest.CaptureFixture[str]) -> None:
+    import sandbox_web
+
+    sandbox_web.log("Traceback\nValueError: \x1b]0;title\x07\x9b2J")
+    assert capfd.readouterr().err.endswith(" Traceback\nValueError: ?]0;title??2J\n")

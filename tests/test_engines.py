@@ -373,6 +373,27 @@ def test_what_was_mounted_is_what_was_checked(engine: Engine, project: Path, nam
     assert 125 in statuses and set(statuses) <= {0, 1, 125}, statuses
 
 
+REWRITE = """
+import os, sys
+os.chdir(sys.argv[1])
+while True:
+    open("new", "w").write("whole")
+    os.rename("new", "file")
+"""
+
+
+def test_a_mounted_file_may_be_written_anew_meanwhile(
+    engine: Engine, project: Path, name: str
+) -> None:
+    (project / "file").write_text("whole")
+    mount = f"{project}/file:/x"
+    with Process([PYTHON, "-c", REWRITE, str(project)], start_new_session=True):
+        for _ in range(3):
+            answer = engine.sandbox("run", "-n", name, "-v", mount, "-x", "cat", "/x")
+            assert (answer.returncode, answer.stdout) == (0, "whole"), answer.stderr
+            engine.run("stop", "-t", "0", name)
+
+
 @pytest.mark.parametrize("place", ["tmpfs", "bind", "with space", "back\\slash", "file"])
 def test_mounts_of_every_kind_are_recognised(engine: Engine, project: Path, name: str, place: str) -> None:
     mounts = place in ("tmpfs", "bind") and "rootless" not in engine.id  # whose mount namespace is older

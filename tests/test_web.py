@@ -204,6 +204,21 @@ def test_a_cookie_that_is_not_ours_proves_nothing(service: Service, cookie: str)
     assert service.status(head(service, "/api/profiles", "GET", f"Cookie: {forged}; {service.cookie}")) == 200
 
 
+def test_a_request_is_not_carried_out_after_its_login(service: Service) -> None:
+    kept = service.cookie
+    service.log_in()
+    head = (f"POST /api/sessions HTTP/1.1\r\nHost: {service.address}\r\n"
+            f"Cookie: {service.cookie}\r\nContent-Type: application/json\r\n"
+            "Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", service.port), timeout=20) as sock:
+        sock.sendall(head.encode())
+        assert b" 100 Continue" in sock.recv(1000)
+        assert service.post("/auth/logout").status == 200
+        service.cookie = kept
+        sock.sendall(b"{}")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 401 ")
+
+
 def test_logout_ends_the_login_for_good(service: Service) -> None:
     mine = service.cookie
     other = service.log_in()
