@@ -143,7 +143,7 @@ class Machine:
 
     def image(self) -> Path:
         """The test image in a file."""
-        path = self.engine.area / "image.tar"
+        path = self.engine.area / "test-image.tar"
         if not path.exists():
             assert self.engine.run("save", "-o", str(path), IMAGE).returncode == 0
             path.chmod(0o644)
