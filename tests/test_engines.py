@@ -373,12 +373,14 @@ def test_what_was_mounted_is_what_was_checked(engine: Engine, project: Path, nam
     assert 125 in statuses and set(statuses) <= {0, 1, 125}, statuses
 
 
+# With a pause, because runc itself fails where the file changes while it mounts it.
 REWRITE = """
-import os, sys
+import os, sys, time
 os.chdir(sys.argv[1])
 while True:
     open("new", "w").write("whole")
     os.rename("new", "file")
+    time.sleep(0.02)
 """
 
 
