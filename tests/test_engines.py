@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, IMAGE_NAME, IMAGE_VERSION, PYTHON, TOKEN, Engine, Process, write_config
+from conftest import IMAGE, IMAGE_NAME, IMAGE_VERSION, PYTHON, ROOT, TOKEN, Engine, Process, write_config
 
+import sandbox
 from sandbox import ENGINE_STATUS
 
 MARK = f"s3cret-{os.getpid()}"
@@ -374,26 +375,22 @@ def test_what_was_mounted_is_what_was_checked(engine: Engine, project: Path, nam
 
 
 # With a pause, because runc itself fails where the file changes while it mounts it.
-REWRITE = """
-import os, sys, time
-os.chdir(sys.argv[1])
-while True:
-    open("new", "w").write("whole")
-    os.rename("new", "file")
-    time.sleep(0.02)
-"""
-
-
-def test_a_mounted_file_may_be_written_anew_meanwhile(
-    engine: Engine, project: Path, name: str
-) -> None:
+def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: Path, name: str) -> None:
+    """As agents write their settings: between its mount and the look at the mount table, made here by hand."""
     (project / "file").write_text("whole")
-    mount = f"{project}/file:/x"
-    with Process([PYTHON, "-c", REWRITE, str(project)], start_new_session=True):
-        for _ in range(3):
-            answer = engine.sandbox("run", "-n", name, "-v", mount, "-x", "cat", "/x")
-            assert (answer.returncode, answer.stdout) == (0, "whole"), answer.stderr
-            engine.run("stop", "-t", "0", name)
+    assert engine.sandbox("run", "-n", name, "-v", f"{project}/file:/x", "-x", "true").returncode == 0
+    label = engine.run("inspect", "-f", '{{index .Config.Labels "sandbox.created"}}', name).stdout
+    spec = json.loads(label)["spec"]
+    before = sandbox.mounts_meant(spec)
+    (project / "new").write_text("whole")
+    (project / "new").rename(project / "file")
+    script = (ROOT / "static" / "session" / "mounts.sh").read_text() + 'mounts_are "$@"'
+    look = ("exec", "--user", "0:0", name, "sh", "-c", script, "sandbox")
+    for meant in (before, sandbox.mounts_meant(spec)):
+        assert engine.run(*look, *meant).returncode == 0
+    (project / "file").rename(project / "elsewhere")
+    answer = engine.run(*look, before[0], f"{before[3]}x", "/x")
+    assert answer.returncode == 1 and "what is mounted at /x is not what was checked" in answer.stderr
 
 
 @pytest.mark.parametrize("place", ["tmpfs", "bind", "with space", "back\\slash", "file"])
