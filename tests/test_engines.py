@@ -748,6 +748,8 @@ class SilentEngine:
             connection.close()
 
 
+# Whether the engine is rootless does not matter to its client, and each of these takes 20 seconds.
+@pytest.mark.parametrize("engine", ["docker", "podman"], indirect=True)
 def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, name: str) -> None:
     commands = (["ps"], ["rm", name], ["run", "-n", name, "-x", "true"], ["doctor"])
     with SilentEngine(engine) as silent, concurrent.futures.ThreadPoolExecutor() as pool:
@@ -759,6 +761,7 @@ def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, n
         assert silent.connections and not silent.clients(engine.runtime)
 
 
+@pytest.mark.parametrize("engine", ["docker"], indirect=True)
 def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name: str) -> None:
     folder = engine.directory()
     client = folder / engine.runtime
