@@ -734,7 +734,12 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, fds: Map
 
 def status_of(pid: int) -> int:
     """Wait for a process: its exit status, or 128+n when signal n ended it."""
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return exit_status(os.waitpid(pid, 0)[1])
+
+
+def exit_status(status: int) -> int:
+    """The exit status in what waitpid() gives, or 128+n for signal n."""
+    code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
 
 
@@ -829,8 +834,7 @@ class Output:
         while self.deadline is not None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                code = os.waitstatus_to_exitcode(status)
-                return 128 - code if code < 0 else code
+                return exit_status(status)
             self.left_ms()
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 0.05)
@@ -1671,16 +1675,20 @@ def create_argv(engine: Engine, name: str, spec: Mapping[str, Any], labels: Mapp
     return [*argv, "--entrypoint", "sh", spec["image"], "-c", script.decode(), "sandbox", *user, *mounts_meant(spec)]
 
 
+def mount_targets(spec: Mapping[str, Any]) -> list[str]:
+    """Where the mounts of a specification are in the container, in the order of its sources."""
+    return [spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])]
+
+
 def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
     """The arguments of mounts_are() in static/session/mounts.sh; [] where this system has no mount table.
 
     The boot id of this machine, then for each mount its device and path there, and its place in the container.
     """
-    targets = [spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])]
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             arguments = [file.read().strip()]
-        for source, target in zip(spec["sources"], targets, strict=True):
+        for source, target in zip(spec["sources"], mount_targets(spec), strict=True):
             arguments += [place_of(source), target]
     except FileNotFoundError:
         return []
@@ -1737,7 +1745,7 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
                                    "mount something narrower, or say --allow-engine-socket", 125)
         if real in ("/proc", "/sys", "/dev") or real.startswith(("/proc/", "/sys/", "/dev/")):
             raise SandboxError(f"{source} is a window of the host's kernel", "mount something else", 125)
-    targets = [spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])]
+    targets = mount_targets(spec)
     for target in targets:
         if targets.count(target) > 1:
             raise SandboxError(f"two mounts go to {target}", "keep one of them", 125)
@@ -1753,7 +1761,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     if spec["ports"] and spec["network"] != "open":
         raise SandboxError(f"ports cannot be published with {shown(spec['network'])} as network",
                            "use --net open or no -p", 125)
-    for target in (spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])):
+    for target in mount_targets(spec):
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}", "choose another path (--cp, -v)", 125)
     for source in spec["sources"]:
@@ -2726,7 +2734,7 @@ def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
 def last_lines(engine: Engine, session: Session) -> list[str]:
     """The last lines of a container's own log, for a person."""
     _, out, err = engine.output("logs", "--tail", "3", session.id).result(LOG_TAIL_BYTES)
-    return [printable(line[:300]) for line in (out + err).strip().splitlines()[-3:]]
+    return [line[:300] for line in (out + err).strip().splitlines()[-3:]]
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
