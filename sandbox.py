@@ -1922,6 +1922,9 @@ def check_agent(engine: Engine, config: Config) -> None:
 
 NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
+# Waits until somebody listens on the port of the proxy, which is 0C38, or ten seconds.
+LISTENING = """n=0; until grep -q '0100007F:0C38 00000000:0000 0A' /proc/net/tcp || [ $n -gt 99 ]
+do sleep 0.1; n=$((n+1)); done"""
 PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
 CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_MEMORY = "512m"  # 256 connections that nobody reads take 300 MB, with their sockets
@@ -1961,6 +1964,8 @@ def set_rules(engine: Engine, session: Session, network: Any) -> None:
     if engine.output(*set_argv(session, network)).result()[0]:
         start_proxy(engine, session)
         engine.ask(*set_argv(session, network))
+        if session.state == "running":  # its gate looks for a new proxy now and then
+            engine.output("exec", session.name, "sh", "-c", LISTENING).result()
 
 
 def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
