@@ -49,12 +49,13 @@ CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGI
 
 # Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. The
 # environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
-# The first command after a start of the container starts the autostart script: a client that is killed
-# loses nothing. Whose it is, is decided by a directory that is named after the time at which the container
-# started. The script is detached by two setsid, of which the second leads a group and therefore forks:
-# `&` would make it ignore SIGINT. In a job that is the script itself SANDBOX_AUTOSTART is `job`.
-# The last thing is to note that the command begins: has_begun() looks for that. Where the disk is full
-# the notes are emptied, after which nobody can say that a command has not begun.
+# The first command after a start of the container starts the autostart script: a client that is
+# killed loses nothing. Whose it is, is decided by a directory that is named after the time at which
+# the container started. The script is detached by two setsid, of which the second leads a group and
+# therefore forks: `&` would make it ignore SIGINT. In a job that is the script itself
+# SANDBOX_AUTOSTART is `job`. The last thing is to note that the command begins: has_begun() looks
+# for that. Where the disk is full the notes are emptied, after which nobody can say that a command
+# has not begun.
 EXEC_SCRIPT = """\
 n=0
 until [ -e /run/sandbox-ready ]; do
@@ -90,7 +91,8 @@ SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
 class Agent:
     """A coding agent: its program, its `-y` shortcuts, and the arguments of its modes."""
 
-    def __init__(self, program: str, shortcuts: str, yolo: str, resume: str, env: Mapping[str, str]) -> None:
+    def __init__(self, program: str, shortcuts: str, yolo: str, resume: str,
+                 env: Mapping[str, str]) -> None:
         self.program = program
         self.shortcuts = shortcuts.split()
         self.yolo = [program, *yolo.split()]
@@ -103,8 +105,10 @@ AGENTS = {
                     {"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"}),
     "gemini": Agent("gemini", "gm g agent-b gemini", "--yolo", "-r",
                     {"GEMINI_CLI_TRUST_WORKSPACE": "true"}),
-    "codex": Agent("codex", "cx agent-c codex", "--dangerously-bypass-approvals-and-sandbox", "resume --last", {}),
-    "opencode": Agent("opencode", "oc agent-d opencode", "", "-c", {"OPENCODE_DISABLE_AUTOUPDATE": "true"}),
+    "codex": Agent("codex", "cx agent-c codex", "--dangerously-bypass-approvals-and-sandbox",
+                   "resume --last", {}),
+    "opencode": Agent("opencode", "oc agent-d opencode", "", "-c",
+                      {"OPENCODE_DISABLE_AUTOUPDATE": "true"}),
 }
 SHORTCUTS = {shortcut: name for name, agent in AGENTS.items() for shortcut in agent.shortcuts}
 OPENCODE_YOLO = {"OPENCODE_PERMISSION": '{"*":"allow"}'}
@@ -282,7 +286,8 @@ def unquote_env(name: str, rest: str) -> str:
     mark, value, at = rest[0], "", 1
     while at < len(rest) and rest[at] != mark:
         escaped = rest[at + 1 : at + 2] if mark == '"' and rest[at] == "\\" else ""
-        if escaped in ("\x01", "\x7f"):  # bash uses these two internally, and reads them wrongly here
+        # bash uses these two internally, and reads them wrongly here
+        if escaped in ("\x01", "\x7f"):
             raise ValueError(f"the value of {name} has a backslash before a control character")
         if escaped and escaped in '"\\$`':
             at += 1
@@ -312,7 +317,8 @@ def read_env_file(path: str) -> dict[str, tuple[str, int]]:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
             return parse_env_file(file.read(), path)
     except OSError as error:
-        raise SandboxError(f"env file {path}: {error.strerror}", "correct the path or create the file") from None
+        raise SandboxError(f"env file {path}: {error.strerror}",
+                           "correct the path or create the file") from None
 
 
 # --- Configuration keys ---
@@ -358,7 +364,8 @@ def matching(pattern: str, what: str, numbers: bool = False) -> Callable[[Any], 
 def one_of(known: Iterable[str], what: str) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         if a_string(value) not in known:
-            raise ValueError(f"{value!r} is not {what}: use one of {', '.join(known)}{nearest(value, known)}")
+            raise ValueError(
+                f"{value!r} is not {what}: use one of {', '.join(known)}{nearest(value, known)}")
         return str(value)
 
     return check
@@ -431,7 +438,8 @@ def a_rule(value: Any) -> str:
     text = a_string(value).lower()
     text = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
     label = r"[a-z0-9_]([\w-]{0,61}\w)?"
-    found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?", text, re.ASCII)
+    found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?",
+                         text, re.ASCII)
     host, port = (canonical_host(found[1]), found.groups()[-1]) if found else ("", None)
     if not host or int(port or 1) > 65535:
         raise ValueError(f"{value!r} is not {what}")
@@ -453,9 +461,11 @@ def canonical_host(host: str) -> str:
 def a_network(value: Any) -> Any:
     """`open`, `none`, `host`, or an object with the keys `allow` and, where some are meant, `deny`: lists of hosts."""
     if isinstance(value, dict) and "allow" in value and not set(value) - {"allow", "deny"}:
-        lists = {key: [a_rule(rule) for rule in rules] for key, rules in value.items() if isinstance(rules, list)}
+        lists = {key: [a_rule(rule) for rule in rules] for key, rules in value.items()
+                 if isinstance(rules, list)}
         if len(lists) == len(value):
-            return {key: list(dict.fromkeys(rules)) for key, rules in lists.items() if rules or key == "allow"}
+            return {key: list(dict.fromkeys(rules)) for key, rules in lists.items()
+                    if rules or key == "allow"}
     if value not in ("open", "none", "host"):
         raise ValueError(f'{value!r} is not open, none, host, or {{"allow": ["<host>[:<port>]"]}}')
     return value
@@ -463,11 +473,14 @@ def a_network(value: Any) -> Any:
 
 a_name = matching(r"[A-Za-z0-9][\w.-]{1,127}",
                   "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
-an_image_name = matching(r"([a-z0-9][a-z0-9_.-]*(:\d+)?/)?([a-z0-9][a-z0-9_.-]*/)*[a-z0-9][a-z0-9_.-]*",
+an_image_name = matching(
+    r"([a-z0-9][a-z0-9_.-]*(:\d+)?/)?([a-z0-9][a-z0-9_.-]*/)*[a-z0-9][a-z0-9_.-]*",
                          "an image name: lower case, without a version (that is imageVersion)")
-an_image_version = matching(r"\d+(\.\d+)*-[\w.-]{1,80}", f"<version>-<variant>, for example {IMAGE_VERSION}")
+an_image_version = matching(r"\d+(\.\d+)*-[\w.-]{1,80}",
+                            f"<version>-<variant>, for example {IMAGE_VERSION}")
 a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m or 4g")
-a_number = matching(r"(?=.*[1-9])\d{0,5}(\.\d{0,3})?", "a number of CPUs such as 2 or 1.5", numbers=True)
+a_number = matching(r"(?=.*[1-9])\d{0,5}(\.\d{0,3})?", "a number of CPUs such as 2 or 1.5",
+                    numbers=True)
 a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True)
 a_build_argument = matching(r"[A-Za-z_]\w*=.*", "<NAME>=<value>")
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
@@ -475,18 +488,22 @@ a_host = matching(r"\[?[\w.:-]+\]?", "a host name")
 
 
 LISTS: dict[str, Callable[[Any], Any]] = {
-    "envFile": an_absolute_path, "volumes": a_volume, "ports": a_port, "imageBuildArgs": a_build_argument,
+    "envFile": an_absolute_path, "volumes": a_volume, "ports": a_port,
+    "imageBuildArgs": a_build_argument,
     "allowedHosts": lambda value: a_host(value).lower().strip("[]"),
 }
 SCALARS: dict[str, Callable[[Any], Any]] = {
-    "runtime": one_of(("docker", "podman"), "an engine"), "containerName": a_name, "hostPath": an_absolute_path,
+    "runtime": one_of(("docker", "podman"), "an engine"), "containerName": a_name,
+    "hostPath": an_absolute_path,
     "containerPath": an_absolute_path, "imageName": an_image_name, "imageVersion": an_image_version,
-    "yolo": a_shortcut, "command": a_command, "memory": lambda value: a_size(value).lower(), "cpus": a_number,
+    "yolo": a_shortcut, "command": a_command, "memory": lambda value: a_size(value).lower(),
+    "cpus": a_number,
     "pidsLimit": lambda value: int(a_count(value)), "network": a_network, "autostart": a_string,
     "agentPromptCommand": a_prompt_template, "serverUser": a_word, "serverPass": a_word,
 }
 KEYS = (*SCALARS, *LISTS, "env")
-EXCLUSIVE = {"yolo": "command", "command": "yolo"}  # each says what to start: the higher layer's counts
+# each says what to start: the higher layer's counts
+EXCLUSIVE = {"yolo": "command", "command": "yolo"}
 
 
 def check_env(value: Any) -> dict[str, str]:
@@ -516,7 +533,8 @@ def check_value(key: str, value: Any) -> Any:
 class Layer:
     """Checked values of one origin; `where` names the place of a key, as a prefix or, for flags, from a table."""
 
-    def __init__(self, values: Mapping[str, Any], where: str | Mapping[str, str], code: int = 1) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str | Mapping[str, str],
+                 code: int = 1) -> None:
         self.where = where
         self.extends = not isinstance(where, str)  # flags add to an allowlist
         self.values: dict[str, Any] = {}
@@ -525,7 +543,8 @@ class Layer:
                 raise SandboxError(f"{self.source(key)}: unknown key{nearest(key, KEYS)}",
                                    f"the keys are {', '.join(KEYS)}", code)
             if EXCLUSIVE.get(key) in self.values:
-                raise SandboxError(f"{self.source(key)}: not together with {EXCLUSIVE[key]}", "keep one of them", code)
+                raise SandboxError(f"{self.source(key)}: not together with {EXCLUSIVE[key]}",
+                                   "keep one of them", code)
             try:
                 self.values[key] = check_value(key, value)
             except ValueError as error:
@@ -551,11 +570,14 @@ def merge(layers: Sequence[Layer]) -> dict[str, list[tuple[Any, str]]]:
     return merged
 
 
-def with_rules(network: Mapping[str, list[str]], more: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def with_rules(network: Mapping[str, list[str]],
+               more: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """An allowlist with more rules: what is allowed is no longer denied, and the other way round."""
     allow, deny = ([*network.get(key, ()), *more.get(key, ())] for key in ("allow", "deny"))
-    rules: dict[str, list[str]] = a_network({"allow": [rule for rule in allow if rule not in more.get("deny", ())],
-                                             "deny": [rule for rule in deny if rule not in more.get("allow", ())]})
+    rules: dict[str, list[str]] = a_network({"allow": [rule for rule in allow
+                                                       if rule not in more.get("deny", ())],
+                                             "deny": [rule for rule in deny
+                                                      if rule not in more.get("allow", ())]})
     return rules
 
 
@@ -568,7 +590,8 @@ def merge_env(layers: Sequence[Layer],
             env.update((n, (v, f"{path}:{line}")) for n, (v, line) in read(path).items())
     for layer in layers:
         for name, value in layer.values.get("env", {}).items():
-            env[name] = (value, f"{layer.source('env')}.{name}" if isinstance(layer.where, str) else "-e")
+            env[name] = (value,
+                         f"{layer.source('env')}.{name}" if isinstance(layer.where, str) else "-e")
     return env
 
 
@@ -617,17 +640,20 @@ def read_config() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise SandboxError(f"{path}: {getattr(error, 'strerror', None) or error}", "correct the file") from None
+        raise SandboxError(f"{path}: {getattr(error, 'strerror', None) or error}",
+                           "correct the file") from None
     import json
 
     try:
         data = parse_json(text, float)  # a key's own check says more of what is no number
     except json.JSONDecodeError as error:
-        raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}", "correct the JSON") from None
+        raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}",
+                           "correct the JSON") from None
     except ValueError as error:  # nested too deeply, or a number of 5,000 digits
         raise SandboxError(f"{path}: {error}", "correct the JSON") from None
     if not isinstance(data, dict) or not isinstance(data.get("runs", {}), dict):
-        raise SandboxError(f"{path}: the file and its `runs` must be JSON objects", "correct the JSON")
+        raise SandboxError(f"{path}: the file and its `runs` must be JSON objects",
+                           "correct the JSON")
     return data
 
 
@@ -653,7 +679,8 @@ def write_private(path: str, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)
-        raise SandboxError(f"{path}: {error.strerror}", "make room or correct the permissions") from None
+        raise SandboxError(f"{path}: {error.strerror}",
+                           "make room or correct the permissions") from None
 
 
 def profile_layer(data: Mapping[str, Any], name: str) -> Layer:
@@ -676,7 +703,8 @@ def load_config(flags: Layer, profile: str | None = None, session: Sequence[Laye
                 data: Mapping[str, Any] | None = None) -> Config:
     """Resolve all layers; `session` are those of an existing one: see session_config()."""
     data = read_config() if data is None else data
-    defaults: dict[str, Any] = {"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, "pidsLimit": PIDS_LIMIT,
+    defaults: dict[str, Any] = {"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION,
+                                "pidsLimit": PIDS_LIMIT,
                                 "network": "open", "serverUser": "admin"}
     with suppress(SandboxError):  # that it is gone matters to run alone
         defaults["hostPath"] = current_directory()
@@ -697,9 +725,11 @@ def current_directory() -> str:
     try:
         path = os.getcwd()
     except FileNotFoundError:
-        raise SandboxError("the current directory no longer exists", "change to another directory", 125) from None
+        raise SandboxError("the current directory no longer exists", "change to another directory",
+                           125) from None
     if not is_exact(path):
-        raise SandboxError(f"the current directory {path!r} has a control character or a byte that is not UTF-8",
+        raise SandboxError(
+            f"the current directory {path!r} has a control character or a byte that is not UTF-8",
                            "rename it: engines would take another one for it", 125)
     return path
 
@@ -715,7 +745,8 @@ def is_secret(name: str, value: object = "") -> bool:
 # One door: every process is started by spawn(), which can say what it starts (SANDBOX_TRACE=1).
 
 
-def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, fds: Mapping[int, int] | None = None,
+def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
+          fds: Mapping[int, int] | None = None,
           own_group: bool = False) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
@@ -725,11 +756,13 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, fds: Map
 
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
-    reset = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE]  # not SIGHUP: nohup means the child, too
+    # not SIGHUP: nohup means the child, too
+    reset = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE]
     reset += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in (fds or {}).items()]
     group: dict[str, Any] = {"setpgroup": 0} if own_group else {}
-    return os.posix_spawnp(argv[0], list(argv), env or os.environ, file_actions=actions, setsigdef=reset, **group)
+    return os.posix_spawnp(argv[0], list(argv), env or os.environ, file_actions=actions,
+                           setsigdef=reset, **group)
 
 
 def status_of(pid: int) -> int:
@@ -849,7 +882,8 @@ class Output:
         left = self.deadline - time.monotonic()
         if left <= 0:
             words = printable(quote_all(self.argv[:4]))[:200]
-            raise EngineProblem("daemon", f"{words} … did not answer within {self.seconds:g} seconds",
+            raise EngineProblem("daemon",
+                                f"{words} … did not answer within {self.seconds:g} seconds",
                                 Remedy([], note=f"see why {self.argv[0]} hangs, then try again"))
         return left * 1000
 
@@ -880,7 +914,8 @@ class Step:
         self.began = self.drawn = 0.0  # monotonic; 0 where no block is shown
         self.live = os.isatty(2) and os.environ.get("TERM") not in (None, "", "dumb")
 
-    def run(self, argv: Sequence[str], env: Mapping[str, str] | None = None, silent_seconds: float = 0) -> None:
+    def run(self, argv: Sequence[str], env: Mapping[str, str] | None = None,
+            silent_seconds: float = 0) -> None:
         """Run the command; where it takes no longer than `silent_seconds` nothing is said.
 
         Raises SandboxError when it fails or cannot be started.
@@ -925,7 +960,8 @@ class Step:
             return status_of(pid)
         except FileNotFoundError:
             self.forget_log()
-            raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}", 125) from None
+            raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}",
+                               125) from None
         except BaseException:
             if pid:
                 with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
@@ -1019,10 +1055,11 @@ class Engine:
         return asked or self.output(*FACTS[self.name])
 
 
-# Version, and what tells whether the engine is rootless. `podman info` takes ten times as long as `podman
-# version`, and a podman that is not remote is rootless when we are not root.
+# Version, and what tells whether the engine is rootless. `podman info` takes ten times as long as
+# `podman version`, and a podman that is not remote is rootless when we are not root.
 FACTS = {
-    "docker": ("info", "--format", "{{range .ServerErrors}}!{{.}}{{else}}{{.ServerVersion}} {{range .SecurityOptions}}"
+    "docker": ("info", "--format",
+               "{{range .ServerErrors}}!{{.}}{{else}}{{.ServerVersion}} {{range .SecurityOptions}}"
                                    '{{if eq . "name=rootless"}}rootless{{end}}{{end}}{{end}}'),
     "podman": ("version", "--format", "{{.Client.Version}} {{if .Server}}remote{{end}}"),
 }
@@ -1031,20 +1068,26 @@ FACTS = {
 SYMPTOMS = {
     "permission": ("permission denied while trying to connect", "connect: permission denied"),
     "old": ("client version", "minimum supported api version"),
-    "daemon": ("cannot connect to the docker daemon", "is the docker daemon running", "cannot connect to podman",
-               "unable to connect to podman", "error during connect", "failed to connect to the docker api"),
+    "daemon": ("cannot connect to the docker daemon", "is the docker daemon running",
+               "cannot connect to podman",
+               "unable to connect to podman", "error during connect",
+               "failed to connect to the docker api"),
     "image": ("no such image", "image not known", "unable to find image"),
 }
 
-# Programs that podman starts, with the package that has each on Debian; elsewhere it is named as the program.
+# Programs that podman starts, with the package that has each on Debian; elsewhere it is named as
+# the program.
 HELPERS = {
     "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns", "pasta": "passt",
-    "nft": "nftables", "iptables": "iptables", "netavark": "netavark", "aardvark-dns": "aardvark-dns",
+    "nft": "nftables", "iptables": "iptables", "netavark": "netavark",
+    "aardvark-dns": "aardvark-dns",
     "catatonit": "catatonit", "conmon": "conmon", "crun": "crun", "runc": "runc",
 }
 # How podman and its netavark say that one of them is missing, in lower case.
-MISSING = (r'could not find (?:a working )?"?(NAME)(?![\w-])', r'exec: \\?"(NAME)\\?": executable file not found',
-           r'stat \S*/(NAME): no such file', r'oci runtime "(NAME)" not found', r'unable to execute (NAME):')
+MISSING = (r'could not find (?:a working )?"?(NAME)(?![\w-])',
+           r'exec: \\?"(NAME)\\?": executable file not found',
+           r'stat \S*/(NAME): no such file', r'oci runtime "(NAME)" not found',
+           r'unable to execute (NAME):')
 
 # What to do about failures that belong to the call and not to the engine.
 HINTS = {
@@ -1069,7 +1112,8 @@ HINTS = {
 def diagnose(stderr: str) -> str:
     """Which of SYMPTOMS an engine's message is, "helper" where it misses a program of its own, or ''."""
     text = stderr.lower()
-    found = next((kind for kind, signs in SYMPTOMS.items() if any(sign in text for sign in signs)), "")
+    found = next((kind for kind, signs in SYMPTOMS.items() if any(sign in text for sign in signs)),
+                 "")
     return found or ("helper" if missing_helpers(stderr) else "")
 
 
@@ -1078,8 +1122,10 @@ def missing_helpers(stderr: str) -> list[str]:
     import re
 
     text, names = stderr.lower(), "|".join(HELPERS)
-    found = [name for pattern in MISSING for name in re.findall(pattern.replace("NAME", names), text)]
-    if not found and re.search(r"^error: netavark: .*\(os error 2\)", text, re.MULTILINE):  # it does not say which
+    found = [name for pattern in MISSING
+             for name in re.findall(pattern.replace("NAME", names), text)]
+    # it does not say which
+    if not found and re.search(r"^error: netavark: .*\(os error 2\)", text, re.MULTILINE):
         found = [name for name in ("nft", "iptables") if not program(name)]
     return list(dict.fromkeys(found))
 
@@ -1087,7 +1133,8 @@ def missing_helpers(stderr: str) -> list[str]:
 class Remedy:
     """Commands that mend a problem, or an action of our own that one of our commands stands for."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], action: Callable[[], object] | None = None,
+    def __init__(self, commands: Sequence[Sequence[str]],
+                 action: Callable[[], object] | None = None,
                  note: str = "") -> None:
         self.commands, self.action, self.note = commands, action, note
 
@@ -1140,7 +1187,8 @@ def as_root(command: Sequence[str]) -> list[str]:
 # How to install packages, by what is on PATH.
 PACKAGE_MANAGERS = {
     "apt-get": [["apt-get", "update"],
-                ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-y", "--install-recommends"]],
+                ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-y",
+                 "--install-recommends"]],
     "dnf": [["dnf", "install", "-y"]],
     "zypper": [["zypper", "install", "-y"]], "pacman": [["pacman", "-Sy", "--noconfirm"]],
     "apk": [["apk", "add"]], "brew": [["brew", "install"]],
@@ -1168,13 +1216,15 @@ def engine_packages(name: str) -> list[str]:
         return ["podman", "uidmap", "slirp4netns"]
     with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
         if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
-            return ["docker-cli"]  # a package of its own from Debian 13 on, that docker.io only recommends
+            # a package of its own from Debian 13 on, that docker.io only recommends
+            return ["docker-cli"]
     return ["docker.io"]
 
 
 DOCKER_SOCKET = "/var/run/docker.sock"
 DOCKER_LOG = "/var/log/dockerd.log"
-PID_FILES = {"dockerd": "/var/run/docker.pid", "containerd": "/var/run/docker/containerd/containerd.pid"}
+PID_FILES = {"dockerd": "/var/run/docker.pid",
+             "containerd": "/var/run/docker/containerd/containerd.pid"}
 
 
 def has_docker_unit() -> bool:
@@ -1228,7 +1278,8 @@ def remedy_for(kind: str, name: str, message: str) -> Remedy:
         return helper_remedy(missing_helpers(message))
     if kind == "daemon":
         if sys.platform != "darwin" and DOCKER_SOCKET not in message:
-            return Remedy([], note=f"start the {name} that is meant, or correct {address_setting(name)}")
+            return Remedy([],
+                          note=f"start the {name} that is meant, or correct {address_setting(name)}")
         commands = start_commands(name)
         return Remedy(commands, lambda: start_daemon(name, commands))
     return Remedy(install_commands(*engine_packages(name)), note=f"upgrade {name}")
@@ -1363,7 +1414,8 @@ LAST_HINT = "sandbox doctor checks the engine"
 def failure(name: str, stderr: str, wanted: str = "docker") -> SandboxError:
     """The error for a failed call: what the engine printed, and a remedy where the failure is a known one."""
     lines = [line for line in stderr.strip().splitlines() if line.strip() and "--help'" not in line]
-    errors = [line for line in lines if not (line.startswith('time="') and " level=warning " in line)]
+    errors = [line for line in lines
+              if not (line.startswith('time="') and " level=warning " in line)]
     message = "\n".join(errors or lines) or f"{name} failed and printed nothing"
     kind = diagnose(stderr)
     if kind and kind != "image":
@@ -1378,7 +1430,8 @@ def candidates(config: Config) -> list[Engine]:
     return [Engine(runtime)] if runtime else [Engine("docker"), Engine("podman")]
 
 
-def first_answer(engines: Sequence[Engine], start: Callable[[Engine], Output]) -> tuple[Engine, int, str, str]:
+def first_answer(engines: Sequence[Engine],
+                 start: Callable[[Engine], Output]) -> tuple[Engine, int, str, str]:
     """Make one call on the first engine that answers: engine, status, stdout, stderr. Raises EngineProblem."""
     met: SandboxError | None = None
     wanted = engines[0].name if len(engines) == 1 else ""
@@ -1397,7 +1450,8 @@ def first_answer(engines: Sequence[Engine], start: Callable[[Engine], Output]) -
         except OSError as error:  # not a program that this machine can run
             broken += f"{program(engine.name) or engine.name}: {error.strerror}\n"
             continue
-        if out.startswith("!"):  # docker info gives its daemon's failure as data, and some versions end with 0
+        # docker info gives its daemon's failure as data, and some versions end with 0
+        if out.startswith("!"):
             status, err = 1, out[1:]
         if not status or diagnose(err) in ("", "image"):
             return engine, status, out, err
@@ -1510,7 +1564,8 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         raise ValueError("network")
 
 
-INSPECT = ("container", "inspect", "--format", "{{.Id}} {{.Name}} {{.State.Status}} {{json .Config.Labels}}")
+INSPECT = ("container", "inspect", "--format",
+           "{{.Id}} {{.Name}} {{.State.Status}} {{json .Config.Labels}}")
 
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
@@ -1534,14 +1589,16 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
     return engine, session
 
 
-# A run without a terminal skips the look: it execs into the id that the name had. An id is never given
-# twice, so at worst the engine knows no such container, or it is stopped. Then cmd_run looks after all, but
-# only where the container itself shows that the command did not begin: no command runs twice.
+# A run without a terminal skips the look: it execs into the id that the name had. An id is never
+# given twice, so at worst the engine knows no such container, or it is stopped. Then cmd_run looks
+# after all, but only where the container itself shows that the command did not begin: no command
+# runs twice.
 ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
 BEGAN_BYTES = 16 << 20  # eleven for each command
 LOG_TAIL_BYTES = 65536
-SESSION_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1m")  # root inside can write to it
+# root inside can write to it
+SESSION_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1m")
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1584,8 +1641,10 @@ def spec_of(config: Config) -> dict[str, Any]:
     """What a container is created from: the part of the configuration that an existing one cannot change."""
     directory = config.get("hostPath")
     return {
-        "sources": [resolved(path) for path in (directory, *(v.split(":")[0] for v in config.all("volumes")))],
-        "image": config.image, "directory": directory, "workdir": config.get("containerPath") or directory,
+        "sources": [resolved(path)
+                    for path in (directory, *(v.split(":")[0] for v in config.all("volumes")))],
+        "image": config.image, "directory": directory,
+        "workdir": config.get("containerPath") or directory,
         "volumes": config.all("volumes"), "ports": config.all("ports"),
         **{key: config.get(key) for key in ("memory", "cpus", "pidsLimit", "network")},
     }
@@ -1596,7 +1655,8 @@ def resolved(path: str) -> str:
     try:
         return os.path.realpath(path)
     except OSError as error:  # a link became a directory meanwhile
-        raise SandboxError(f"{path}: {error.strerror}", "try again when nobody changes it", 125) from None
+        raise SandboxError(f"{path}: {error.strerror}", "try again when nobody changes it",
+                           125) from None
 
 
 def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
@@ -1606,7 +1666,8 @@ def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
         old = have.get(key)
         if isinstance(value, list):
             lines += [f"{key}: it lacks {item}" for item in value if item not in (old or [])]
-            lines += [f"{key}: it has {item}, which is no longer asked for" for item in old or [] if item not in value]
+            lines += [f"{key}: it has {item}, which is no longer asked for" for item in old or []
+                      if item not in value]
         elif value != old and not (isinstance(old, dict) and isinstance(value, dict)):
             lines.append(f"{key}: it has {shown(old)}, asked for is {shown(value)}")
     return lines
@@ -1617,7 +1678,8 @@ def shown(value: Any) -> str:
     return "an allowlist" if isinstance(value, dict) else str(value or "none")
 
 
-FLAG_KEYS = ("imageName", "imageVersion", "containerPath", "volumes", "ports", "memory", "cpus", "pidsLimit", "network")
+FLAG_KEYS = ("imageName", "imageVersion", "containerPath", "volumes", "ports", "memory", "cpus",
+             "pidsLimit", "network")
 
 
 def agent_of(command: str | Sequence[str]) -> str:
@@ -1647,14 +1709,18 @@ def mount_argv(host: str, container: str, options: str = "") -> list[str]:
     chosen = options.split(",") if options else []
     if "z" in chosen or "Z" in chosen:  # docker's --mount knows no relabelling
         return ["--volume", f"{host}:{container}:{options}"]
-    fields = ["type=bind", f"source={host}", f"target={container}", *(["readonly"] if "ro" in chosen else [])]
-    return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f for f in fields)]
+    fields = ["type=bind", f"source={host}", f"target={container}",
+              *(["readonly"] if "ro" in chosen else [])]
+    return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f
+                                for f in fields)]
 
 
-def create_argv(engine: Engine, name: str, spec: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
+def create_argv(engine: Engine, name: str, spec: Mapping[str, Any],
+                labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
     argv = [engine.name, "run", "-d", "--init", "--pull", "never", "--name", name, "--user", "0:0",
-            "--workdir", spec["workdir"], "-e", f"HOME={CONTAINER_HOME}", "--cap-drop", "ALL", *SESSION_LOG]
+            "--workdir", spec["workdir"], "-e", f"HOME={CONTAINER_HOME}", "--cap-drop", "ALL",
+            *SESSION_LOG]
     argv += [f"--cap-add={capability}" for capability in CAPABILITIES]
     argv += ["--http-proxy=false"] if engine.name == "podman" else []
     for key, flag in (("pidsLimit", "--pids-limit"), ("memory", "--memory"), ("cpus", "--cpus")):
@@ -1672,7 +1738,8 @@ def create_argv(engine: Engine, name: str, spec: Mapping[str, Any], labels: Mapp
         argv += ["--volume", f"{volume}:{NET_DIRECTORY}:ro", "-e", f"SANDBOX_PROXY={PROXY_URL}"]
     user = labels["sandbox.user"].split(":")
     script = asset("session/mounts.sh") + asset("session/init.sh")
-    return [*argv, "--entrypoint", "sh", spec["image"], "-c", script.decode(), "sandbox", *user, *mounts_meant(spec)]
+    return [*argv, "--entrypoint", "sh", spec["image"], "-c", script.decode(), "sandbox", *user,
+            *mounts_meant(spec)]
 
 
 def mount_targets(spec: Mapping[str, Any]) -> list[str]:
@@ -1725,8 +1792,10 @@ def engine_sockets() -> list[str]:
     """Paths at which an engine may listen: who reaches one of them owns the host."""
     run_user = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     home = os.path.expanduser("~")
-    known = ["/run/docker.sock", "/run/podman/podman.sock", "/run/containerd/containerd.sock", "/run/crio/crio.sock",
-             f"{run_user}/docker.sock", f"{run_user}/podman/podman.sock", f"{home}/.docker/run/docker.sock",
+    known = ["/run/docker.sock", "/run/podman/podman.sock", "/run/containerd/containerd.sock",
+             "/run/crio/crio.sock",
+             f"{run_user}/docker.sock", f"{run_user}/podman/podman.sock",
+             f"{home}/.docker/run/docker.sock",
              f"{home}/.docker/desktop/docker.sock", f"{home}/.colima/default/docker.sock"]
     for variable in ("DOCKER_HOST", "CONTAINER_HOST"):
         if os.environ.get(variable, "").startswith("unix://"):
@@ -1741,10 +1810,12 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
         for socket in engine_sockets():
             inside = os.path.commonpath([real, socket]) == real and os.path.exists(socket)
             if inside or os.path.basename(real) in ("docker.sock", "podman.sock", "containerd.sock", "crio.sock"):
-                raise SandboxError(f"{source} holds an engine's socket: whoever reaches it owns the host",
+                raise SandboxError(
+                    f"{source} holds an engine's socket: whoever reaches it owns the host",
                                    "mount something narrower, or say --allow-engine-socket", 125)
         if real in ("/proc", "/sys", "/dev") or real.startswith(("/proc/", "/sys/", "/dev/")):
-            raise SandboxError(f"{source} is a window of the host's kernel", "mount something else", 125)
+            raise SandboxError(f"{source} is a window of the host's kernel", "mount something else",
+                               125)
     targets = mount_targets(spec)
     for target in targets:
         if targets.count(target) > 1:
@@ -1753,7 +1824,8 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
         say(f"the whole home directory {spec['directory']} is mounted: the agent can read every key in it")
 
 
-SYSTEM_DIRECTORIES = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr")
+SYSTEM_DIRECTORIES = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run",
+                      "/sbin", "/sys", "/usr")
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
@@ -1763,10 +1835,12 @@ def check_spec(spec: Mapping[str, Any]) -> None:
                            "use --net open or no -p", 125)
     for target in mount_targets(spec):
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
-            raise SandboxError(f"a mount would cover the container's {target}", "choose another path (--cp, -v)", 125)
+            raise SandboxError(f"a mount would cover the container's {target}",
+                               "choose another path (--cp, -v)", 125)
     for source in spec["sources"]:
         if not is_exact(source):
-            raise SandboxError(f"a mounted path leads to {source!r}, whose name engines read in another way",
+            raise SandboxError(
+                f"a mounted path leads to {source!r}, whose name engines read in another way",
                                "rename it: no control characters, nothing but UTF-8", 125)
 
 
@@ -1808,7 +1882,8 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         raise missing_image(engine, config)
     if status:
         raise failure(engine.name, err)
-    limits = [key for key in ("memory", "cpus", "pidsLimit") if config.source(key) not in ("", "default")]
+    limits = [key for key in ("memory", "cpus", "pidsLimit")
+              if config.source(key) not in ("", "default")]
     if limits and err.strip():
         say(err.strip())  # the engine cannot keep them
     session.id = out.strip()
@@ -1832,7 +1907,8 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
 
 def container_user(rootless: bool) -> str:
     """uid:gid in the container whose files belong to us: a rootless engine maps its root to us."""
-    own_group = os.environ.get("SANDBOX_REGROUPED") or os.getgid()  # `sg docker` has made docker our group
+    # `sg docker` has made docker our group
+    own_group = os.environ.get("SANDBOX_REGROUPED") or os.getgid()
     return "0:0" if rootless else f"{os.getuid()}:{own_group}"
 
 
@@ -1853,7 +1929,8 @@ def started(engine: Engine, session: Session) -> Session:
         have, _ = session.created()
         if any(resolved(path) != path for path in have.get("sources", ())):
             raise turned(session)
-        if session.proxy:  # anew, for what has run here may have left it stuck; its rules before anything runs
+        # anew, for what has run here may have left it stuck; its rules before anything runs
+        if session.proxy:
             engine.output(*restart_argv(session), seconds=LONG_SECONDS).result()
             set_rules(engine, session, network_of(session, session_config(session)))
         engine.ask("start", session.name, seconds=LONG_SECONDS)
@@ -1874,7 +1951,8 @@ def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> 
     if status == TURNED_STATUS:
         stopped(engine, session)
         raise turned(session)
-    if status and end_of(engine, session, status)[0] == "running":  # else what comes next says how it ended
+    # else what comes next says how it ended
+    if status and end_of(engine, session, status)[0] == "running":
         raise failure(engine.name, err)
 
 
@@ -1917,8 +1995,9 @@ def check_agent(engine: Engine, config: Config) -> None:
 
 
 # --- Network ---
-# A session with an allowlist has no network but its own loopback. Its init makes the listening socket of the proxy
-# there and hands it to the proxy's container over a volume that the two share: see static/image/proxy.py.
+# A session with an allowlist has no network but its own loopback. Its init makes the listening
+# socket of the proxy there and hands it to the proxy's container over a volume that the two share:
+# see static/image/proxy.py.
 
 NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
@@ -1936,14 +2015,17 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
     """The engine call that starts the proxy of a session, from the same image, on the engine's default network."""
     import json
 
-    argv = [engine.name, "run", "-d", "--pull", "never", "--name", session.proxy, "--user", "0:0", "--workdir", "/",
-            "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--restart", "on-failure",
+    argv = [engine.name, "run", "-d", "--pull", "never", "--name", session.proxy, "--user", "0:0",
+            "--workdir", "/",
+            "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--restart",
+            "on-failure",
             "--pids-limit", "1024", "--memory", PROXY_MEMORY, *PROXY_LOG,
             "--volume", f"{session.volume}:{NET_DIRECTORY}", "--volume", KEPT_DIRECTORY]
     argv += ["--http-proxy=false"] if engine.name == "podman" else []
     for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
         argv += ["--label", f"sandbox.{key}={value}"]
-    argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e", f"SANDBOX_RULES={json.dumps(spec['network'])}"]
+    argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e",
+             f"SANDBOX_RULES={json.dumps(spec['network'])}"]
     return [*argv, "--entrypoint", PROXY_PROGRAM[0], spec["image"], *PROXY_PROGRAM[1:], "serve"]
 
 
@@ -1956,7 +2038,8 @@ def set_argv(session: Session, network: Any) -> list[str]:
     """The engine's arguments that give the proxy its rules."""
     import json
 
-    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, *PROXY_PROGRAM, "set"]
+    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, *PROXY_PROGRAM,
+            "set"]
 
 
 def set_rules(engine: Engine, session: Session, network: Any) -> None:
@@ -2019,8 +2102,10 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     with suppress(EngineProblem):  # which is no reason to lose the status of what has run
         _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
     entries = filter(None, map(decision_of, out.splitlines()))
-    denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries if e["verdict"] == "deny")
-    return [f"{session.name} was refused {host} port {port}: {reason}; see: sandbox net log {session.name}"
+    denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries
+                           if e["verdict"] == "deny")
+    return [
+        f"{session.name} was refused {host} port {port}: {reason}; see: sandbox net log {session.name}"
             for host, port, reason in list(denied)[:5]]
 
 
@@ -2089,7 +2174,8 @@ class Request:
         """Take profile, flags and directory from an existing session, and say in what it differs."""
         have, _ = session.created()
         if session.user.split(":")[0] not in ("0", str(os.getuid())):
-            raise SandboxError(f"the session {session.name} is another user's", "choose another name with -n", 125)
+            raise SandboxError(f"the session {session.name} is another user's",
+                               "choose another name with -n", 125)
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
         if self.config.source("hostPath") == "default":
@@ -2143,7 +2229,8 @@ def within(path: str, folder: str) -> str | None:
 
 def generated_name(directory: str) -> str:
     """A name for a new container: the directory's, made fit, and a random part."""
-    stem = "".join(c if is_plain(c, "") else "-" for c in os.path.basename(directory).lower()).strip("-")
+    stem = "".join(c if is_plain(c, "") else "-"
+                   for c in os.path.basename(directory).lower()).strip("-")
     return f"{stem[:30] or 'sandbox'}-{random_id()}"
 
 
@@ -2169,9 +2256,11 @@ def terminal_env() -> dict[str, str]:
 
 def env_script(env: Mapping[str, str]) -> str:
     """The variables as a shell script, for EXEC_SCRIPT. Raises SandboxError over the kernel's limit."""
-    script = "\n".join("export " + name + "='" + value.replace("'", "'\\''") + "'" for name, value in env.items())
+    script = "\n".join("export " + name + "='" + value.replace("'", "'\\''") + "'"
+                       for name, value in env.items())
     if len(os.fsencode(script)) > ENVIRONMENT_BYTES:
-        raise SandboxError(f"the environment has {len(script)} bytes, more than {ENVIRONMENT_BYTES}",
+        raise SandboxError(
+            f"the environment has {len(script)} bytes, more than {ENVIRONMENT_BYTES}",
                            "mount large values as files", 125)
     return script
 
@@ -2194,15 +2283,20 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
     The caller puts env_script() into SANDBOX_ENV of the call's environment.
     """
     rows, columns = size or (0, 0)
-    return [engine.name, "exec", *(["-i"] if stdin else []), *(["-t", "--detach-keys", DETACH_KEYS] if size else []),
-            "--user", session.user, "--workdir", workdir, "-e", "SANDBOX_ENV", "-e", f"SANDBOX_EXEC={tag}",
-            session.id or session.name, "sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns), *command]
+    return [engine.name, "exec", *(["-i"] if stdin else []),
+            *(["-t", "--detach-keys", DETACH_KEYS] if size else []),
+            "--user", session.user, "--workdir", workdir, "-e", "SANDBOX_ENV", "-e",
+            f"SANDBOX_EXEC={tag}",
+            session.id or session.name, "sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns),
+            *command]
 
 
-def signal_tagged(engine: Engine, session: Session, tag: str, name: str, grace_seconds: int) -> None:
+def signal_tagged(engine: Engine, session: Session, tag: str, name: str,
+                  grace_seconds: int) -> None:
     """Signal everything that a tagged exec has started, as far as the engine answers; see static/session/signal.sh."""
     argv = [engine.name, "exec", "--user", session.user, session.id or session.name,
-            "sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag, str(grace_seconds)]
+            "sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag,
+            str(grace_seconds)]
     with suppress(EngineProblem):
         Output(argv, CALL_SECONDS + grace_seconds).result()
 
@@ -2216,7 +2310,8 @@ def terminal_size() -> tuple[int, int]:
     return (size.lines, size.columns) if size.lines and size.columns else (24, 80)
 
 
-def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str], tag: str) -> int:
+def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str],
+                tag: str) -> int:
     """Run a command in a session on our own stdin, stdout and stderr; its exit status.
 
     A client of the engine that is cut off leaves its process running inside, so a signal that
@@ -2225,7 +2320,8 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
     import signal
 
     terminal = on_terminal()
-    argv = exec_argv(engine, session, request.workdir(), tag, command, stdin=terminal or not os.isatty(0),
+    argv = exec_argv(engine, session, request.workdir(), tag, command,
+                     stdin=terminal or not os.isatty(0),
                      size=terminal_size() if terminal else None)
     script = env_script((terminal_env() if terminal else {}) | request.env)
 
@@ -2274,7 +2370,8 @@ def terminal_kept(terminal: bool) -> Iterator[None]:
 
 
 # --- Jobs ---
-# A job is a command whose output goes into a folder; `sandbox __job` watches it and outlives the web service.
+# A job is a command whose output goes into a folder; `sandbox __job` watches it and outlives the
+# web service.
 
 JOB_BYTES = 1 << 30  # of output that is kept
 STATUS_BYTES = 512
@@ -2360,7 +2457,9 @@ def supervise(folder: str) -> int:
     moment = time.time()
     result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment * 1000) % 1000:03d}Z"
     status = os.open(os.path.join(folder, "status"), os.O_WRONLY)
-    os.write(status, json.dumps({**({"error": recorder.error} if recorder.error else {}), **result}).encode())
+    os.write(status,
+             json.dumps({**({"error": recorder.error} if recorder.error else {}),
+                         **result}).encode())
     return 0
 
 
@@ -2393,7 +2492,8 @@ IMAGE_FILES = ("claude-settings.json", "claude.json", "claude.sh", "codex.sh", "
                "install-settings", "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
+CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt",
+              "/etc/ssl/cert.pem")
 
 
 def asset(path: str) -> bytes:
@@ -2403,10 +2503,12 @@ def asset(path: str) -> bytes:
     here = os.path.dirname(os.path.abspath(__file__))
     for folder in ("sandbox_static", "static"):
         try:
-            return bytes(globals()["__loader__"].get_data(os.path.join(here, folder, *path.split("/"))))
+            return bytes(globals()["__loader__"].get_data(os.path.join(here, folder,
+                                                                       *path.split("/"))))
         except OSError:
             continue
-    raise SandboxError(f"the file static/{path} is missing from this installation", "install it again")
+    raise SandboxError(f"the file static/{path} is missing from this installation",
+                       "install it again")
 
 
 def split_build_version(version: str, tool: str) -> tuple[str, str]:
@@ -2415,7 +2517,8 @@ def split_build_version(version: str, tool: str) -> tuple[str, str]:
     variant = variant or (tool.replace(",", "-") or "common")
     tool = tool or variant
     if variant == "common" and tool != "common":
-        raise SandboxError(f"the variant common is the minimal image, not TOOL={tool}", f"use --iv {number}", 2)
+        raise SandboxError(f"the variant common is the minimal image, not TOOL={tool}",
+                           f"use --iv {number}", 2)
     return f"{number}-{variant}", tool
 
 
@@ -2482,7 +2585,8 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
         argv += ["--build-arg", f"{name}={value}"]
     for name in PROXY_VARIABLES:
         argv += ["--build-arg", name] if os.environ.get(name) else []
-    if any(f"//{host}" in os.environ.get(n, "") for n in PROXY_VARIABLES for host in ("127.", "localhost", "[::1]")):
+    if any(f"//{host}" in os.environ.get(n, "") for n in PROXY_VARIABLES
+           for host in ("127.", "localhost", "[::1]")):
         argv += ["--network", "host"]
     with tempfile.TemporaryDirectory(prefix="sandbox-build-") as context:
         for name in ("Containerfile", "ca.crt", *IMAGE_FILES):
@@ -2502,10 +2606,12 @@ def build_failure(engine: Engine) -> SandboxError | None:
     with suppress(OSError):  # it may be another machine's
         stat = os.statvfs(root)
         if stat.f_bavail * stat.f_frsize < FULL_BYTES:
-            return SandboxError(f"{engine.name} build found no space left at {root}", HINTS["no space left"], 125)
+            return SandboxError(f"{engine.name} build found no space left at {root}",
+                                HINTS["no space left"], 125)
     tables = "nft" if version_numbers(engine.version) >= (5,) else "iptables"
     if engine.name == "podman" and os.getuid() == 0 and not program(tables):
-        return problem("helper", "podman", f"podman could not find {tables}, without which a container has no network")
+        return problem("helper", "podman",
+                       f"podman could not find {tables}, without which a container has no network")
     return None
 
 
@@ -2580,11 +2686,13 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
         raise EngineProblem("debootstrap", message, Remedy(commands, note=note))
     if os.getuid() and not program("sudo"):
         hint = f"ask an administrator to load {BASE_IMAGE}, or give another with --iba BASE=<image>"
-        raise SandboxError("no registry of base images answers, and to make one takes root", hint, 125)
+        raise SandboxError("no registry of base images answers, and to make one takes root", hint,
+                           125)
     script, dpkg_cfg = (asset(f"image/{name}").decode() for name in ("make-base", "dpkg.cfg"))
     tools = ",".join(tool_packages()["common"])
     Step(f"make {LOCAL_BASE} from Debian's mirror", 1, 2, UNMADE).run(
-        ["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])), tools,
+        ["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])),
+         tools,
          dpkg_cfg, *mirror])
 
 
@@ -2594,7 +2702,8 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
 def open_session(request: Request) -> tuple[Engine, Session, bool]:
     """The running session of a request, and whether it was created now."""
     if request.session:
-        engine, fresh = request.engines[0], request.session.state == "exited"  # "created": another run starts it
+        # "created": another run starts it
+        engine, fresh = request.engines[0], request.session.state == "exited"
         session = started(engine, request.session)
         put_rules(engine, session, request, True)
     else:
@@ -2611,7 +2720,8 @@ def put_rules(engine: Engine, session: Session, request: Request, start: bool) -
     if not session.proxy:
         return True
     with settings_locked(session.name):  # and read again: somebody may have changed them
-        network = network_of(session, session_config(session, None, request.flags, request.args.profile))
+        network = network_of(session,
+                             session_config(session, None, request.flags, request.args.profile))
         if start:
             set_rules(engine, session, network)
         elif engine.output(*set_argv(session, network)).result()[0]:
@@ -2627,7 +2737,8 @@ def cmd_run(args: argparse.Namespace) -> int:
 
     end_on_signals()
     try:
-        request = with_remedies(lambda: Request(args, look=on_terminal() or args.rm_on_exit), args.yes)
+        request = with_remedies(lambda: Request(args, look=on_terminal() or args.rm_on_exit),
+                                args.yes)
         if not request.looked and request.session and put_rules(request.engines[0], request.session, request, False):
             try:
                 return converse(request, request.engines[0], request.session, False)
@@ -2703,14 +2814,16 @@ def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: 
     if not sure:
         look_next_time(engine, session)
     if fresh and 0 < code < 128:  # one that is stopped ends by a signal
-        lines = [f"the container {session.name} ended as soon as it was started", *last_lines(engine, session)]
+        lines = [f"the container {session.name} ended as soon as it was started",
+                 *last_lines(engine, session)]
         hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
         raise NotBegun("\n".join(lines), hint, 125, sure=sure)
     message = f"the container {session.name} is {state or 'gone'}"
     if sure:
         raise NotBegun(message, "run this again", 125, sure=True)
     raise NotBegun(f"{message}, and whether the command began is not known",
-                   "it is not run again by itself: look at what it has done, then run this again", status, sure=False)
+                   "it is not run again by itself: look at what it has done, then run this again",
+                   status, sure=False)
 
 
 def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
@@ -2732,7 +2845,8 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
 def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
     """Whether a command has left its mark in a container, which need not run; None where that cannot be known."""
     status, out, _ = engine.output("cp", f"{session.id}:/run/sandbox-began", "-").result(BEGAN_BYTES)
-    _, head, marks = out.partition("\0sandbox\n")  # a tar header ends with NUL, and the file begins with this
+    # a tar header ends with NUL, and the file begins with this
+    _, head, marks = out.partition("\0sandbox\n")
     return None if status or not head else f"{tag}\n" in marks
 
 
@@ -2798,7 +2912,8 @@ def read_settings(name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
     if not isinstance(data, dict):
-        raise SandboxError(f"{path}: the file is not a JSON object", "correct the file or remove it")
+        raise SandboxError(f"{path}: the file is not a JSON object",
+                           "correct the file or remove it")
     return data
 
 
@@ -2818,7 +2933,8 @@ def settings_locked(name: str) -> Iterator[None]:
         make_private(os.path.dirname(path))
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise SandboxError(f"{path}: {error.strerror}", "make room or correct the permissions") from None
+        raise SandboxError(f"{path}: {error.strerror}",
+                           "make room or correct the permissions") from None
     with open(lock, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -2830,7 +2946,8 @@ def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
                  f"{settings_path(name)}: ")
 
 
-def session_config(session: Session, settings: Mapping[str, Any] | None = None, flags: Layer | None = None,
+def session_config(session: Session, settings: Mapping[str, Any] | None = None,
+                   flags: Layer | None = None,
                    profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
     """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
     data = read_config() if data is None else data
@@ -2839,7 +2956,8 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None, 
         profile = session.profile
     _, kept = session.created()
     created = Layer(kept, dict.fromkeys(kept, f"container {session.name}"))
-    return load_config(flags or Layer({}, {}), profile, [created, settings_layer(session.name, settings)], data)
+    return load_config(flags or Layer({}, {}), profile,
+                       [created, settings_layer(session.name, settings)], data)
 
 
 def jobs_path(name: str) -> str:
@@ -2884,7 +3002,8 @@ ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.create
 PS_ARGS = ("ps", "-a", "--filter", "label=sandbox.session", "--format")
 PS_DOCKER = (
     '{"Names":[{{json .Names}}],"State":{{json .State}},"Image":{{json .Image}},"CreatedAt":{{json .CreatedAt}},'
-    '"Labels":{' + ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}' for label in PS_LABELS + ID_LABELS) + "}}"
+    '"Labels":{' + ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}'
+                            for label in PS_LABELS + ID_LABELS) + "}}"
 )
 
 
@@ -2895,7 +3014,8 @@ def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
     engine, rows = list_containers(engines)
-    running = {row["Labels"]["sandbox.session"] for row in rows if is_proxy(row) and row["State"] == "running"}
+    running = {row["Labels"]["sandbox.session"] for row in rows
+               if is_proxy(row) and row["State"] == "running"}
     return sorted((session_row(engine.name, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
 
@@ -2919,7 +3039,8 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
     """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
     labels = row["Labels"]
     result = {
-        "name": row["Names"][0], "state": row["State"], **{label[8:]: labels.get(label, "") for label in PS_LABELS},
+        "name": row["Names"][0], "state": row["State"],
+        **{label[8:]: labels.get(label, "") for label in PS_LABELS},
         "image": row["Image"], "created": iso_time(row), "runtime": runtime,
     }
     if result["network"] == "allow" and row["State"] == "running" and labels["sandbox.session"] not in proxies:
@@ -2964,7 +3085,8 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     table = [[c.upper() for c in columns], *cells]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print("  ".join(cell.ljust(width)
+                        for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def cmd_net(args: argparse.Namespace) -> int:
@@ -2974,10 +3096,12 @@ def cmd_net(args: argparse.Namespace) -> int:
     if session is None:
         raise SandboxError(f"there is no container {args.session}", "sandbox ps lists them")
     if not session.proxy:
-        raise SandboxError(f"{session.name} has no allowlist: its network is {session.labels.get('sandbox.network')}",
+        raise SandboxError(
+            f"{session.name} has no allowlist: its network is {session.labels.get('sandbox.network')}",
                            "create it with --allow HOST")
     if bool(args.hosts) != (args.action in ("allow", "deny", "check")):
-        raise SandboxError(f"net {args.action} takes {'no hosts' if args.hosts else 'hosts'}", code=2)
+        raise SandboxError(f"net {args.action} takes {'no hosts' if args.hosts else 'hosts'}",
+                           code=2)
     if args.action == "log":
         return show_log(engine, session, args.follow)
     if args.action == "show":
@@ -2989,7 +3113,8 @@ def cmd_net(args: argparse.Namespace) -> int:
         Layer({"network": {"allow": args.hosts}}, {"network": "check"}, 2)  # raises
         set_rules(engine, session, network_of(session, session_config(session)))
         return max(check_host(engine, session, host) for host in args.hosts)
-    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, {"network": args.action}, 2).values["network"]
+    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, {"network": args.action},
+                  2).values["network"]
     change_rules(engine, session, rules)
     return 0
 
@@ -3004,7 +3129,8 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
     return status
 
 
-def change_rules(engine: Engine, session: Session, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def change_rules(engine: Engine, session: Session,
+                 rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
     with settings_locked(session.name):
         settings = read_settings(session.name)
@@ -3051,13 +3177,16 @@ def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
     import re
 
     volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
-    volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]  # others are not ours
+    # others are not ours
+    volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]
     _, rows = list_containers([engine])
     ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
-    proxies = [row["Names"][0] for row in rows if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
+    proxies = [row["Names"][0] for row in rows
+               if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
     # without -f, with which podman removes the containers that use it, too
     return [*((("rm", "-f", "-v"), proxy) for proxy in proxies),
-            *((("volume", "rm"), volume) for volume in volumes if volume.removeprefix("sandbox-net-") not in ids)]
+            *((("volume", "rm"), volume) for volume in volumes
+              if volume.removeprefix("sandbox-net-") not in ids)]
 
 
 def half_written() -> list[str]:
@@ -3065,9 +3194,11 @@ def half_written() -> list[str]:
     import re
     import time
 
-    folders = [sandbox_home(), *(os.path.join(sandbox_home(), folder) for folder in ("env", "known", "sessions"))]
+    folders = [sandbox_home(),
+               *(os.path.join(sandbox_home(), folder) for folder in ("env", "known", "sessions"))]
     entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
-    return sorted(entry.path for entry in entries if re.fullmatch(r".+\.(json\.?|env\.)[0-9a-f]{10}", entry.name)
+    return sorted(entry.path for entry in entries
+                  if re.fullmatch(r".+\.(json\.?|env\.)[0-9a-f]{10}", entry.name)
                   and time.time() - entry.stat().st_mtime > 60)
 
 
@@ -3100,7 +3231,8 @@ def show_command(args: argparse.Namespace) -> int:
         calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
         if session.proxy:
             rules = set_argv(session, network_of(session, request.config))
-            calls = [*([[engine.name, *restart_argv(session)]] if calls else []), [engine.name, *rules], *calls]
+            calls = [*([[engine.name, *restart_argv(session)]] if calls else []),
+                     [engine.name, *rules], *calls]
     else:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
@@ -3110,16 +3242,19 @@ def show_command(args: argparse.Namespace) -> int:
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
     size = os.get_terminal_size(0) if terminal else None
-    argv = exec_argv(engine, session, request.workdir(), random_id(), compose(request.base(), args.agent_args),
+    argv = exec_argv(engine, session, request.workdir(), random_id(),
+                     compose(request.base(), args.agent_args),
                      stdin=True, size=(size.lines, size.columns) if size else None)
     env = (terminal_env() if terminal else {}) | request.env
     masked = [name for name, value in env.items() if is_secret(name, value)] if not args.reveal else []
-    script = quote_all([env_script({name: MASK if name in masked else value for name, value in env.items()})])
+    script = quote_all([env_script({name: MASK if name in masked else value
+                                    for name, value in env.items()})])
     lines.append(f"SANDBOX_ENV={script} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
     if args.rm_on_exit:
-        lines.append(quote_all([engine.name, "rm", "-f", "-v", session.name, *filter(None, [session.proxy])])
+        lines.append(quote_all([engine.name, "rm", "-f", "-v", session.name,
+                                *filter(None, [session.proxy])])
                      + " >/dev/null")
         lines += [quote_all([engine.name, "volume", "rm", session.volume]) + " >/dev/null"] if session.proxy else []
     print("\n".join(lines))
@@ -3137,7 +3272,8 @@ def cmd_build(args: argparse.Namespace) -> int:
     """Build the image."""
     end_on_signals()
     if args.imageVersion:
-        tools = [item.removeprefix("TOOL=") for item in args.imageBuildArgs if item.startswith("TOOL=")]
+        tools = [item.removeprefix("TOOL=") for item in args.imageBuildArgs
+                 if item.startswith("TOOL=")]
         args.imageVersion, _ = split_build_version(args.imageVersion, tools[-1] if tools else "")
     config = load_config(flags_layer(args), args.profile)
 
@@ -3170,7 +3306,8 @@ def check_config() -> Check:
     if not os.path.exists(path):
         return Check("configuration", "ok", f"no {path}; sandbox init writes a first one")
     if os.stat(path).st_mode & 0o077:
-        return Check("configuration", "warn", f"others can read {path}", Remedy([["chmod", "600", path]]))
+        return Check("configuration", "warn", f"others can read {path}",
+                     Remedy([["chmod", "600", path]]))
     return Check("configuration", "ok", path)
 
 
@@ -3191,7 +3328,8 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
     except SandboxError as error:
         return [failed_check("engine", error)], None
     try:
-        if engine.name == "podman":  # what pick_engine asks it for, it answers without touching its storage
+        # what pick_engine asks it for, it answers without touching its storage
+        if engine.name == "podman":
             check_podman(engine)
     except SandboxError as error:
         return [Check("engine", "ok", engine.name), failed_check("daemon", error)], None
@@ -3199,7 +3337,8 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
     return [Check(n, "ok", d) for n, d in zip(names, details, strict=True)], engine
 
 
-# Side by side, for each of them takes up to a second. Gemini CLI starts itself twice unless it is told not to.
+# Side by side, for each of them takes up to a second. Gemini CLI starts itself twice unless it is
+# told not to.
 VERSIONS_SCRIPT = """\
 cd /tmp
 for a; do { GEMINI_CLI_NO_RELAUNCH=true $a --version 2>/dev/null || echo missing; } | head -n 1 >version-$a & done
@@ -3222,7 +3361,8 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     checks = [Check("image", "ok", config.image)]
     cut, _, words = connected.result() if connected else (0, "", "")
     if connected:
-        checks.append(failed_check("network", failure(engine.name, words)) if cut else Check("network", "ok", ""))
+        checks.append(failed_check("network", failure(engine.name, words)) if cut
+                      else Check("network", "ok", ""))
     if not out:
         return checks if cut else [*checks, failed_check("agents", failure(engine.name, err))]
     versions = out.split("\n")[:-1]
@@ -3258,7 +3398,8 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     checks = diagnose_all(flags_layer(args))
     mended: set[str] = set()
     while args.fix and (args.yes or asks()):
-        broken = next((c for c in checks if c.remedy and c.remedy.offered and c.remedy.text() not in mended), None)
+        broken = next((c for c in checks
+                       if c.remedy and c.remedy.offered and c.remedy.text() not in mended), None)
         if broken is None or not broken.remedy:
             break
         mended.add(broken.remedy.text())
@@ -3271,7 +3412,8 @@ def cmd_doctor(args: argparse.Namespace) -> int:
         import json
 
         print(json.dumps([{"check": c.name, "status": c.status, "detail": c.detail,
-                           "remedy": c.remedy.text() if c.remedy else None} for c in checks], indent=2))
+                           "remedy": c.remedy.text() if c.remedy else None} for c in checks],
+                         indent=2))
     else:
         for check in checks:
             show(f"{check.status:4}  {check.name:13}  {check.detail}".rstrip())
@@ -3280,17 +3422,22 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     return int(any(check.status == "fail" for check in checks))
 
 
-# What init looks for, by agent: files (host path below ~, mounted below the container's home, option) and variables.
+# What init looks for, by agent: files (host path below ~, mounted below the container's home,
+# option) and variables.
 INIT_SOURCES: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
     "claude": (((".claude/.credentials.json", ""),),
-               ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY", "CLAUDE_CODE_OAUTH_TOKEN",
+               ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY",
+                "CLAUDE_CODE_OAUTH_TOKEN",
                 "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
                 "ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")),
     "gemini": (((".gemini/oauth_creds.json", ""), (".gemini/google_accounts.json", ""),
                 (".gemini/settings.json", "ro")),
-               ("GEMINI_API_KEY", "GEMINI_MODEL", "GOOGLE_GEMINI_BASE_URL", "GOOGLE_API_KEY", "GOOGLE_CLOUD_PROJECT")),
-    "codex": (((".codex/auth.json", ""), (".codex/config.toml", "ro")), ("OPENAI_API_KEY", "OPENAI_BASE_URL")),
-    "opencode": (((".local/share/opencode/auth.json", ""), (".config/opencode/opencode.json", "ro")),
+               ("GEMINI_API_KEY", "GEMINI_MODEL", "GOOGLE_GEMINI_BASE_URL", "GOOGLE_API_KEY",
+                "GOOGLE_CLOUD_PROJECT")),
+    "codex": (((".codex/auth.json", ""), (".codex/config.toml", "ro")),
+              ("OPENAI_API_KEY", "OPENAI_BASE_URL")),
+    "opencode": (((".local/share/opencode/auth.json", ""),
+                  (".config/opencode/opencode.json", "ro")),
                  ("OPENCODE_API_KEY", "OPENCODE_CONFIG_CONTENT")),
 }
 
@@ -3324,7 +3471,8 @@ def cmd_init(args: argparse.Namespace) -> int:
 def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     """Make the run profile of an agent from what is on this machine; True when there was something."""
     files, names = INIT_SOURCES[agent]
-    volumes = [":".join([host_file(path), f"{CONTAINER_HOME}/{path}", *([option] if option else [])])
+    volumes = [":".join([host_file(path), f"{CONTAINER_HOME}/{path}",
+                         *([option] if option else [])])
                for path, option in files if os.path.isfile(host_file(path))]
     env = {name: os.environ[name] for name in names if os.environ.get(name)}
     if not volumes and not env:
@@ -3336,7 +3484,8 @@ def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     profile["yolo"] = AGENTS[agent].shortcuts[0]
     profile.pop("command", None)
     taken = {volume.split(":")[1] for volume in profile.get("volumes", [])}
-    profile["volumes"] = [*profile.get("volumes", []), *(v for v in volumes if v.split(":")[1] not in taken)]
+    profile["volumes"] = [*profile.get("volumes", []),
+                          *(v for v in volumes if v.split(":")[1] not in taken)]
     if env:
         path = os.path.join(os.path.abspath(sandbox_home()), "env", f"{agent}.env")
         add_to_env_file(path, {name: value for name, value in env.items() if "\n" not in value})
@@ -3358,7 +3507,8 @@ def add_to_env_file(path: str, env: Mapping[str, str]) -> None:
     with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         text = file.read()
     have = {name: value for name, (value, _) in parse_env_file(text, path).items()}
-    lines = [f"export {name}={env_quote(value)}\n" for name, value in env.items() if have.get(name) != value]
+    lines = [f"export {name}={env_quote(value)}\n" for name, value in env.items()
+             if have.get(name) != value]
     write_private(path, text + ("\n" if text and not text.endswith("\n") else "") + "".join(lines))
 
 
@@ -3371,33 +3521,49 @@ def env_quote(value: str) -> str:
 
 # --- Parser ---
 
-# Options by the name they are stored under; where that is a key of the configuration, the option overrides it.
+# Options by the name they are stored under; where that is a key of the configuration, the option
+# overrides it.
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "what": ("", {"choices": ("show", "command"),
                   "help": "show: effective values with their sources; command: what run would execute"}),
     "names": ("", {"nargs": "+", "metavar": "NAME", "help": "container name"}),
-    "shell": ("", {"choices": ("bash", "zsh", "fish"), "help": "the shell to print a completion script for"}),
-    "profile": ("-r --run", {"metavar": "PROFILE", "help": "run profile: runs.PROFILE of sandbox.json"}),
-    "yolo": ("-y --yolo", {"metavar": "AGENT", "help": "start an agent that asks for no permission: c, gm, cx, oc"}),
-    "command": ("-x", {"metavar": "COMMAND ...", "help": "run this instead: one string for a shell, or words up to the "
+    "shell": ("", {"choices": ("bash", "zsh", "fish"),
+                   "help": "the shell to print a completion script for"}),
+    "profile": ("-r --run",
+                {"metavar": "PROFILE", "help": "run profile: runs.PROFILE of sandbox.json"}),
+    "yolo": ("-y --yolo", {"metavar": "AGENT",
+                           "help": "start an agent that asks for no permission: c, gm, cx, oc"}),
+    "command": ("-x", {"metavar": "COMMAND ...",
+                       "help": "run this instead: one string for a shell, or words up to the "
                                                          "end of the line"}),
-    "containerName": ("-n --name", {"metavar": "NAME", "help": "container name; default: made from the directory's"}),
-    "hostPath": ("--hp --host-path", {"metavar": "DIR", "help": "host directory to mount; default: the current one"}),
-    "containerPath": ("--cp --container-path", {"metavar": "DIR", "help": "where it is mounted; default: same path"}),
-    "volumes": ("-v --volume", REPEATED | {"metavar": "HOST:CONTAINER[:ro|z|Z]", "help": "another mount; repeatable"}),
-    "ports": ("-p --port", REPEATED | {"metavar": "[IP:]HOST:CONTAINER", "help": "publish a port, on 127.0.0.1 unless "
+    "containerName": ("-n --name", {"metavar": "NAME",
+                                    "help": "container name; default: made from the directory's"}),
+    "hostPath": ("--hp --host-path",
+                 {"metavar": "DIR", "help": "host directory to mount; default: the current one"}),
+    "containerPath": ("--cp --container-path",
+                      {"metavar": "DIR", "help": "where it is mounted; default: same path"}),
+    "volumes": ("-v --volume", REPEATED | {"metavar": "HOST:CONTAINER[:ro|z|Z]",
+                                           "help": "another mount; repeatable"}),
+    "ports": ("-p --port", REPEATED | {"metavar": "[IP:]HOST:CONTAINER",
+                                       "help": "publish a port, on 127.0.0.1 unless "
                                                                                  "an address is given; repeatable"}),
-    "env": ("-e --env", REPEATED | {"metavar": "NAME[=VALUE]", "help": "a variable, by name alone with the value it "
+    "env": ("-e --env", REPEATED | {"metavar": "NAME[=VALUE]",
+                                    "help": "a variable, by name alone with the value it "
                                                                        "has here; repeatable"}),
-    "envFile": ("--ef --env-file", REPEATED | {"metavar": "FILE", "help": "an env file, absolute path; repeatable"}),
-    "imageVersion": ("--iv --image-version", {"metavar": "VERSION", "help": f"version of the image; {IMAGE_VERSION}"}),
-    "imageName": ("--in --image-name", {"metavar": "NAME", "help": f"image name; default: {IMAGE_NAME}"}),
-    "imageBuildArgs": ("--iba --image-build-arg", REPEATED | {"metavar": "NAME=VALUE", "help": "build argument, for "
-                       "example TOOL=common, TOOL=full, TOOL=go,rust; repeatable"}),
+    "envFile": ("--ef --env-file",
+                REPEATED | {"metavar": "FILE", "help": "an env file, absolute path; repeatable"}),
+    "imageVersion": ("--iv --image-version",
+                     {"metavar": "VERSION", "help": f"version of the image; {IMAGE_VERSION}"}),
+    "imageName": ("--in --image-name",
+                  {"metavar": "NAME", "help": f"image name; default: {IMAGE_NAME}"}),
+    "imageBuildArgs": ("--iba --image-build-arg",
+                       REPEATED | {"metavar": "NAME=VALUE", "help": "build argument, for "
+"example TOOL=common, TOOL=full, TOOL=go,rust; repeatable"}),
     "network": ("--net --network", {"metavar": "MODE", "help": "open, none or host"}),
-    "allow": ("--allow", REPEATED | {"metavar": "HOST[:PORT]", "help": "a host that it may reach, and no other than "
+    "allow": ("--allow", REPEATED | {"metavar": "HOST[:PORT]",
+                                     "help": "a host that it may reach, and no other than "
                                      "those; *.NAME for all below it; repeatable"}),
     "action": ("", {"choices": ("log", "show", "allow", "deny", "check"),
                     "help": "log: what was asked for; show: the rules; allow, deny: change them; check: try a host"}),
@@ -3407,8 +3573,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
     "memory": ("--memory", {"metavar": "SIZE", "help": "memory limit, for example 4g"}),
     "cpus": ("--cpus", {"metavar": "NUMBER", "help": "CPU limit, for example 1.5"}),
-    "pidsLimit": ("--pids-limit", {"metavar": "COUNT", "help": f"limit of processes; default: {PIDS_LIMIT}"}),
-    "allow_engine_socket": ("--allow-engine-socket", FLAG | {"help": "permit a mount that holds an engine's socket"}),
+    "pidsLimit": ("--pids-limit",
+                  {"metavar": "COUNT", "help": f"limit of processes; default: {PIDS_LIMIT}"}),
+    "allow_engine_socket": ("--allow-engine-socket",
+                            FLAG | {"help": "permit a mount that holds an engine's socket"}),
     "rm_on_exit": ("--rm-on-exit", FLAG | {"help": "remove the container when the command ends"}),
     "reveal": ("--reveal", FLAG | {"help": "print passwords and secret values"}),
     "json": ("--json", FLAG | {"help": "print JSON"}),
@@ -3416,21 +3584,27 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
-    "runtime": ("--rt --runtime", {"metavar": "ENGINE", "help": "docker or podman; default: the first that answers"}),
-    "address": ("", {"nargs": "?", "metavar": "IP:PORT", "help": "listen address; default: 127.0.0.1:3000"}),
-    "serverUser": ("-U --user", {"metavar": "USER", "help": "user name of the web service; default: admin"}),
-    "serverPass": ("-P --password", {"metavar": "PASSWORD", "help": "its password; default: a random one, printed"}),
+    "runtime": ("--rt --runtime",
+                {"metavar": "ENGINE", "help": "docker or podman; default: the first that answers"}),
+    "address": ("", {"nargs": "?", "metavar": "IP:PORT",
+                     "help": "listen address; default: 127.0.0.1:3000"}),
+    "serverUser": ("-U --user",
+                   {"metavar": "USER", "help": "user name of the web service; default: admin"}),
+    "serverPass": ("-P --password",
+                   {"metavar": "PASSWORD", "help": "its password; default: a random one, printed"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),
     "stop": ("--stop", FLAG | {"help": "stop the background server at the address"}),
     "restart": ("--restart", FLAG | {"help": "restart the background server at the address"}),
     "cert": ("--cert", {"metavar": "FILE", "help": "certificate chain (PEM): serve TLS"}),
     "key": ("--key", {"metavar": "FILE", "help": "its private key (PEM)"}),
-    "allowedHosts": ("--allow-host", REPEATED | {"metavar": "NAME", "help": "a name that the service is reached by; "
+    "allowedHosts": ("--allow-host", REPEATED | {"metavar": "NAME",
+                                                 "help": "a name that the service is reached by; "
                                                                             "repeatable"}),
     "verbose": ("--verbose", FLAG | {"help": "let the output of long work pass through"}),
     "yes": ("--yes", FLAG | {"help": "apply remedies (install, start, build) without asking"}),
 }
-RUN_OPTIONS = ("profile yolo command containerName hostPath containerPath volumes ports env envFile imageVersion"
+RUN_OPTIONS = (
+    "profile yolo command containerName hostPath containerPath volumes ports env envFile imageVersion"
                " imageName network allow memory cpus pidsLimit allow_engine_socket rm_on_exit runtime yes verbose")
 
 
@@ -3441,12 +3615,14 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["env"] = env_flags(values["env"])
     if getattr(args, "allow", None):
         if "network" in values:
-            raise SandboxError(f"--allow does not go together with --net {values['network']}", "keep one of them", 2)
+            raise SandboxError(f"--allow does not go together with --net {values['network']}",
+                               "keep one of them", 2)
         values["network"] = {"allow": args.allow}
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
     where = {key: flags.split()[0] for key, (flags, _) in OPTIONS.items() if flags}
-    return Layer(values, where | ({"network": "--allow"} if getattr(args, "allow", None) else {}), 2)
+    return Layer(values, where | ({"network": "--allow"} if getattr(args, "allow", None) else {}),
+                 2)
 
 
 def env_flags(items: Sequence[str]) -> dict[str, str]:
@@ -3455,7 +3631,8 @@ def env_flags(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         name, equals, value = item.partition("=")
         if not equals and name not in os.environ:
-            raise SandboxError(f"-e: {item!r} is not NAME=value, and no variable of that name is set", code=2)
+            raise SandboxError(
+                f"-e: {item!r} is not NAME=value, and no variable of that name is set", code=2)
         env[name] = value if equals else os.environ[name]
     return env
 
@@ -3503,13 +3680,15 @@ def complete(words: Sequence[str]) -> list[str]:
     if before in ("-y", "--yolo"):
         return list(SHORTCUTS)
     if before in ("-r", "--run"):
-        return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]  # a shell expands what it gets
+        # a shell expands what it gets
+        return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     if before in ("-n", "--name") or command == "rm" or (command == "net" and len(words) == 3):
         return [row["name"] for row in list_sessions(candidates(load_config(Layer({}, ""))))]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
-    choices = [str(c) for action in parser._actions if not action.option_strings for c in action.choices or ()]
+    choices = [str(c) for action in parser._actions if not action.option_strings
+               for c in action.choices or ()]
     return choices + [option for action in parser._actions for option in action.option_strings]
 
 
@@ -3517,18 +3696,23 @@ def complete(words: Sequence[str]) -> list[str]:
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
-    "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS, cmd_run),
+    "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
+            cmd_run),
     "ps": ("list sessions", "json quiet runtime", cmd_ps),
     "rm": ("remove containers", "names runtime", cmd_rm),
-    "net": ("show or change what a session may reach", "action session hosts follow runtime", cmd_net),
+    "net": ("show or change what a session may reach", "action session hosts follow runtime",
+            cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run runtime", cmd_prune),
-    "build": ("build the image", "imageVersion imageName imageBuildArgs update_agents profile runtime yes verbose",
+    "build": ("build the image",
+              "imageVersion imageName imageBuildArgs update_agents profile runtime yes verbose",
               cmd_build),
-    "config": ("print the effective configuration, or what run would execute", f"what {RUN_OPTIONS} reveal",
+    "config": ("print the effective configuration, or what run would execute",
+               f"what {RUN_OPTIONS} reveal",
                cmd_config),
     "doctor": ("check what a run needs, and mend it", "json fix runtime yes verbose", cmd_doctor),
     "init": ("write a first configuration from the agents' settings found here", "force", cmd_init),
-    "serve": ("run the web service, or control the one in the background", "address serverUser serverPass profile"
+    "serve": ("run the web service, or control the one in the background",
+              "address serverUser serverPass profile"
               " background stop restart cert key allowedHosts runtime yes verbose", cmd_serve),
     "completion": ("print a completion script for a shell", "shell", cmd_completion),
 }
@@ -3540,20 +3724,24 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
     summary, names, _ = COMMANDS[command]
     epilog = "Arguments after -- are passed to the agent." if command in ("run", "config") else None
-    columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100  # else argparse imports shutil to ask
+    # else argparse imports shutil to ask
+    columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100
     parser = argparse.ArgumentParser(
-        prog=f"sandbox {command}", description=f"{summary.capitalize()}.", epilog=epilog, allow_abbrev=False,
+        prog=f"sandbox {command}", description=f"{summary.capitalize()}.", epilog=epilog,
+        allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, width=columns),
     )
     for name in names.split():
         flags, settings = OPTIONS[name]
-        parser.add_argument(*(flags.split() or [name]), **(settings | ({"dest": name} if flags else {})))
+        parser.add_argument(*(flags.split() or [name]),
+                            **(settings | ({"dest": name} if flags else {})))
     return parser
 
 
 def usage() -> str:
     lines = [f"  {name:12} {summary}" for name, (summary, _, _) in COMMANDS.items()]
-    return "\n".join(["usage: sandbox [run] [options] [-- agent arguments]", "       sandbox COMMAND [options]", "",
+    return "\n".join(["usage: sandbox [run] [options] [-- agent arguments]",
+                      "       sandbox COMMAND [options]", "",
                       "Run AI coding agents in containers.", "", "commands:", *lines, "",
                       "sandbox COMMAND --help explains a command; sandbox --version prints the version."])
 
@@ -3591,7 +3779,8 @@ def dispatch(argv: Sequence[str]) -> int:
         if error.errno != errno.ENOSPC:
             raise
         message = f"{error.filename or 'output'}: {error.strerror}"
-        raise SandboxError(message, HINTS["no space left"], 125 if command == "run" else 1) from None
+        raise SandboxError(message, HINTS["no space left"],
+                           125 if command == "run" else 1) from None
 
 
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
@@ -3601,7 +3790,8 @@ def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     options, command_words, agent_args = split_command(words)
     args = parser_of(command).parse_args(options)
     if args.command:
-        raise SandboxError(f"-x{args.command}: a space is missing", 'for example: -x bash, or -x "make test"', 2)
+        raise SandboxError(f"-x{args.command}: a space is missing",
+                           'for example: -x bash, or -x "make test"', 2)
     args.command, args.agent_args = command_words, agent_args
     return args
 

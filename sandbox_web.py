@@ -99,8 +99,8 @@ LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it ke
 Params = Mapping[str, str]
 Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 
-# How each agent is prompted without a terminal: JSON events as they come, and a conversation that goes on (all four
-# begin one where there is none). A prompt that begins with a dash is no option.
+# How each agent is prompted without a terminal: JSON events as they come, and a conversation that
+# goes on (all four begin one where there is none). A prompt that begins with a dash is no option.
 PROMPT_COMMANDS = {
     "claude": "claude -p --continue --output-format stream-json --verbose --include-partial-messages"
               " --dangerously-skip-permissions -- {prompt}",
@@ -114,10 +114,13 @@ PROMPT_COMMANDS = {
 
 # The one table from the code of an error to its status.
 STATUS = {
-    "bad_request": 400, "unauthorized": 401, "forbidden": 403, "not_found": 404, "method_not_allowed": 405,
+    "bad_request": 400, "unauthorized": 401, "forbidden": 403, "not_found": 404,
+    "method_not_allowed": 405,
     "timeout": 408, "conflict": 409, "image_missing": 409, "too_large": 413, "target_too_long": 414,
-    "unsupported_type": 415, "expectation_failed": 417, "foreign_host": 421, "too_many": 429, "head_too_large": 431,
-    "internal": 500, "failed": 500, "not_implemented": 501, "engine_failed": 502, "engine_unavailable": 503,
+    "unsupported_type": 415, "expectation_failed": 417, "foreign_host": 421, "too_many": 429,
+    "head_too_large": 431,
+    "internal": 500, "failed": 500, "not_implemented": 501, "engine_failed": 502,
+    "engine_unavailable": 503,
     "busy": 503, "version_not_supported": 505, "disk_full": 507,
 }
 PHRASES = {int(status): phrase for status, (phrase, _) in BaseHTTPRequestHandler.responses.items()}
@@ -126,7 +129,8 @@ PHRASES = {int(status): phrase for status, (phrase, _) in BaseHTTPRequestHandler
 class WebError(Exception):
     """What a client is told: a key of STATUS, a message to act on, and perhaps a hint and headers."""
 
-    def __init__(self, code: str, message: str, hint: str = "", headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, code: str, message: str, hint: str = "",
+                 headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.hint, self.headers = code, message, hint, headers or {}
 
@@ -151,7 +155,8 @@ def as_web_error(error: Exception) -> WebError:
     if isinstance(error, SandboxError):
         if os.strerror(errno.ENOSPC) in error.message:
             return WebError("disk_full", error.message, error.hint)
-        return WebError({2: "bad_request", 125: "engine_failed"}.get(error.code, "failed"), error.message, error.hint)
+        return WebError({2: "bad_request", 125: "engine_failed"}.get(error.code, "failed"),
+                        error.message, error.hint)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return WebError("disk_full", "the disk of the server is full", "make room there")
     log("".join(traceback.format_exception(error)).rstrip())
@@ -185,14 +190,16 @@ def open_log(path: str) -> None:
 # --- Requests ---
 
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-ONCE = ("host", "content-length", "content-type", "origin", "authorization", "expect", "upgrade", "range",
+ONCE = ("host", "content-length", "content-type", "origin", "authorization", "expect", "upgrade",
+        "range",
         "sec-websocket-key", "sec-websocket-version", "sec-fetch-site", "last-event-id")
 
 
 class Request:
     """One request: its head, checked, and the body when it has been read."""
 
-    def __init__(self, method: str, target: str, version: str, headers: Mapping[str, str], raw: bytes) -> None:
+    def __init__(self, method: str, target: str, version: str, headers: Mapping[str, str],
+                 raw: bytes) -> None:
         self.method, self.version, self.headers, self.raw = method, version, headers, raw
         self.path, self.query = split_target(target)
         self.length = content_length(headers)
@@ -214,13 +221,16 @@ class Request:
         if not text:
             return default
         if not (text.isascii() and text.isdigit() and len(text) < 19 and low <= int(text) <= high):
-            raise WebError("bad_request", f"{name}: {text[:40]!r} is not a number from {low} to {high}")
+            raise WebError("bad_request",
+                           f"{name}: {text[:40]!r} is not a number from {low} to {high}")
         return int(text)
 
     def json(self) -> dict[str, Any]:
         """The body as a JSON object. Raises WebError."""
-        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise WebError("unsupported_type", "the body must be JSON", "send Content-Type: application/json")
+        if self.headers.get("content-type",
+                            "").partition(";")[0].strip().lower() != "application/json":
+            raise WebError("unsupported_type", "the body must be JSON",
+                           "send Content-Type: application/json")
         try:
             data = sandbox.parse_json(self.body)
             json.dumps(data, ensure_ascii=False).encode()  # a lone surrogate could not be stored
@@ -247,7 +257,8 @@ def parse_head(raw: bytes) -> Request:
     if not headers.get("host"):
         raise Malformed("bad_request", "the header Host is missing")
     if "transfer-encoding" in headers:
-        raise Malformed("not_implemented", "Transfer-Encoding is not supported", "send Content-Length")
+        raise Malformed("not_implemented", "Transfer-Encoding is not supported",
+                        "send Content-Length")
     return Request(words[0], words[1], words[2], headers, raw)
 
 
@@ -326,7 +337,8 @@ class Wire:
             try:
                 self.fill(deadline)
             except TimeoutError:
-                raise Malformed("timeout", f"the head did not come within {HEAD_SECONDS} seconds") from None
+                raise Malformed("timeout",
+                                f"the head did not come within {HEAD_SECONDS} seconds") from None
         head = bytes(self.buffer[:at])
         del self.buffer[: at + 4]
         return head
@@ -338,7 +350,8 @@ class Wire:
             try:
                 self.fill(deadline)
             except TimeoutError:
-                raise Malformed("timeout", f"the body did not come within {BODY_SECONDS} seconds") from None
+                raise Malformed("timeout",
+                                f"the body did not come within {BODY_SECONDS} seconds") from None
         body = bytes(self.buffer[:length])
         del self.buffer[:length]
         return body
@@ -352,13 +365,18 @@ CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' 
 # xterm.js writes style elements of its own and takes no nonce for them.
 CSP_OF_TERMINALS = CSP.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 COMMON = {
-    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "DENY", "Content-Security-Policy": CSP,
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "DENY",
+    "Content-Security-Policy": CSP,
 }
 TYPES = {
-    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
-    "mjs": "text/javascript; charset=utf-8", "json": "application/json", "svg": "image/svg+xml", "png": "image/png",
-    "ico": "image/x-icon", "woff2": "font/woff2", "wasm": "application/wasm", "map": "application/json",
+    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "mjs": "text/javascript; charset=utf-8", "json": "application/json", "svg": "image/svg+xml",
+    "png": "image/png",
+    "ico": "image/x-icon", "woff2": "font/woff2", "wasm": "application/wasm",
+    "map": "application/json",
     "webmanifest": "application/manifest+json", "txt": "text/plain; charset=utf-8",
 }
 
@@ -366,7 +384,8 @@ TYPES = {
 class Answer:
     """A whole answer; `packed` says that the body is gzip already."""
 
-    def __init__(self, body: bytes = b"", type: str = "text/plain; charset=utf-8", status: int = 200,
+    def __init__(self, body: bytes = b"", type: str = "text/plain; charset=utf-8",
+                 status: int = 200,
                  headers: Mapping[str, str] | None = None, packed: bool = False) -> None:
         self.body, self.type, self.status, self.packed = body, type, status, packed
         self.headers = {"Cache-Control": "no-store", **(headers or {})}
@@ -393,7 +412,8 @@ class Upgrade:
         self.attach = attach
 
 
-def json_answer(data: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+def json_answer(data: object, status: int = 200,
+                headers: Mapping[str, str] | None = None) -> Answer:
     body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
     return Answer(body, TYPES["json"], status, headers)
 
@@ -415,13 +435,15 @@ def serialize(answer: Answer, request: Request | None, keep: bool, bare: bool) -
         headers["Content-Encoding"] = "gzip"
     elif answer.packed:
         headers["Content-Encoding"] = "gzip"
-    headers |= {"Content-Type": answer.type, "Content-Length": str(len(body)), "Vary": "Accept-Encoding",
+    headers |= {"Content-Type": answer.type, "Content-Length": str(len(body)),
+                "Vary": "Accept-Encoding",
                 "Connection": "keep-alive" if keep else "close"}
     return head_bytes(answer.status, headers) + (b"" if bare else body)
 
 
 def head_bytes(status: int, headers: Mapping[str, str]) -> bytes:
-    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())  # the server's locale is never set
+    # the server's locale is never set
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
     lines = [f"HTTP/1.1 {status} {PHRASES.get(status, '')}", f"Date: {date}"]
     lines += [f"{name}: {value}" for name, value in {**COMMON, **headers}.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
@@ -486,7 +508,8 @@ class Throttle:
         self.lock = threading.Lock()
         self.failures: dict[str, tuple[int, float]] = {}
         self.level, self.when = 0.0, 0.0  # of all addresses; one a second is forgiven
-        self.trusted: dict[str, None] = {}  # addresses that have logged in: not locked out by others
+        # addresses that have logged in: not locked out by others
+        self.trusted: dict[str, None] = {}
 
     def attempt(self, address: str, now: float) -> float:
         """Count an attempt as failed, unless it must wait: the seconds to wait, or 0."""
@@ -886,10 +909,13 @@ def asset_names() -> list[str]:
         import zipfile
 
         with zipfile.ZipFile(here) as archive:
-            names = [name.partition("/")[2] for name in archive.namelist() if name.startswith("sandbox_static/")]
+            names = [name.partition("/")[2] for name in archive.namelist()
+                     if name.startswith("sandbox_static/")]
     else:
-        top = next((p for folder in ("sandbox_static", "static") if os.path.isdir(p := f"{here}/{folder}")), here)
-        names = [os.path.relpath(os.path.join(at, file), top) for at, _, files in os.walk(top) for file in files]
+        top = next((p for folder in ("sandbox_static", "static")
+                    if os.path.isdir(p := f"{here}/{folder}")), here)
+        names = [os.path.relpath(os.path.join(at, file), top) for at, _, files in os.walk(top)
+                 for file in files]
     return sorted(name for name in names if name.startswith(("ui/", "preview/", "auth/")))
 
 
@@ -969,7 +995,8 @@ def fields(data: Mapping[str, Any], **types: type) -> dict[str, Any]:
             raise WebError("bad_request", f"unknown field {name!r}{sandbox.nearest(name, types)}",
                            f"the fields are {', '.join(types)}")
         if value is not None and not isinstance(value, types[name]):
-            raise WebError("bad_request", f"{name}: {json.dumps(value)[:80]} is not a {types[name].__name__}")
+            raise WebError("bad_request",
+                           f"{name}: {json.dumps(value)[:80]} is not a {types[name].__name__}")
     return {name: value for name, value in data.items() if value is not None}
 
 
@@ -1058,7 +1085,8 @@ def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
     with suppress(SandboxError):  # which its own page shows
         settings = read_settings(row["name"])
     profile = data.get("runs", {}).get(row["profile"])
-    configured = {**data, **(profile if isinstance(profile, dict) else {})}.get("agentPromptCommand")
+    configured = {**data,
+                  **(profile if isinstance(profile, dict) else {})}.get("agentPromptCommand")
     return "{prompt}" in prompt_template(row["agent"], configured, settings)
 
 
@@ -1084,12 +1112,15 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
     settings = read_settings(session.name)
     config = session_config(session, settings)
     return {
-        "name": session.name, "state": session.state, "agent": session.agent, "profile": session.profile,
+        "name": session.name, "state": session.state, "agent": session.agent,
+        "profile": session.profile,
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
         "image": have.get("image", ""), "ports": have.get("ports", []),
-        "network": sandbox.network_of(session, config) if session.proxy else have.get("network", ""),
+        "network": sandbox.network_of(session, config) if session.proxy
+        else have.get("network", ""),
         "runtime": engine.name, "recreate": recreate_lines(session, config),
-        "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"), settings),
+        "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
+                                              settings),
     }
 
 
@@ -1111,17 +1142,21 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
-    data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str, image=str,
+    data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
+                  image=str,
                   network=object, env=dict, autostart=str, agentPromptCommand=str)
-    keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath", "image": "imageVersion"}
-    settings = checked_settings({key: data.pop(key) for key in SETTINGS if key in data and key != "network"}, {})
+    keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
+            "image": "imageVersion"}
+    settings = checked_settings({key: data.pop(key) for key in SETTINGS
+                                 if key in data and key != "network"}, {})
     profile = data.pop("profile", None)
     flags = Layer({keys.get(name, name): value for name, value in data.items()},
                   {key: name for name, key in keys.items()}, 2)
     config = sandbox.load_config(flags, profile)
     directory = config.get("hostPath")
     if config.source("hostPath") == "default":
-        raise WebError("bad_request", "the directory is missing", "give directory: an absolute path on the host")
+        raise WebError("bad_request", "the directory is missing",
+                       "give directory: an absolute path on the host")
     if not os.path.isdir(directory):
         raise WebError("bad_request", f"directory: {directory} is not a directory on the host")
     name = config.get("containerName") or sandbox.generated_name(directory)
@@ -1169,7 +1204,8 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
-        if spec["sources"] != have.get("sources"):  # a link may have been turned to an engine's socket
+        # a link may have been turned to an engine's socket
+        if spec["sources"] != have.get("sources"):
             sandbox.check_mounts(spec)
     if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
         raise sandbox.missing_image(engine, config)
@@ -1222,12 +1258,14 @@ def settings_answer(session: Session) -> Answer:
     config, without = session_config(session, settings), session_config(session, {})
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
                         "effective": in_force(session, config, settings),
-                        "configured": in_force(session, without, {}), "recreate": recreate_lines(session, config)})
+                        "configured": in_force(session, without, {}),
+                        "recreate": recreate_lines(session, config)})
 
 
 def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
     template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
-    return {"network": config.get("network"), "autostart": config.get("autostart"), "agentPromptCommand": template}
+    return {"network": config.get("network"), "autostart": config.get("autostart"),
+            "agentPromptCommand": template}
 
 
 def get_settings(_app: App, _request: Request, params: Params) -> Answer:
@@ -1254,7 +1292,8 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     """Old settings with the changes, checked as the command line checks them. Raises SandboxError or WebError."""
     fields(changes, **dict.fromkeys(SETTINGS, object))
     given = {key: value for key, value in changes.items() if value is not None}
-    none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}  # no AGENT mode, not the default
+    # no AGENT mode, not the default
+    none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
     checked = Layer({key: value for key, value in given.items() if key not in none}, "", 2).values
     return {key: value for key, value in old.items() if key not in changes} | checked | none
 
@@ -1342,9 +1381,11 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
             profiles.append({"name": name, "agent": config.get("yolo") or "", "image": config.image,
                              "directory": config.get("hostPath") if own else "", "error": None})
         except SandboxError as error:
-            profiles.append({"name": name, "agent": "", "image": "", "directory": "", "error": error.message})
+            profiles.append({"name": name, "agent": "", "image": "", "directory": "",
+                             "error": error.message})
     directory = base_config().get("hostPath") or ""
-    return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS), "directory": directory})
+    return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS),
+                        "directory": directory})
 
 
 def get_directories(_app: App, request: Request, _params: Params) -> Answer:
@@ -1364,8 +1405,9 @@ def get_directories(_app: App, request: Request, _params: Params) -> Answer:
 
 
 # --- Jobs ---
-# ~/.sandbox/jobs/<session>/<job>/: job.json what it is, output the bytes of both streams as they came, runs the
-# lengths of their runs (see sandbox.Recorder), status how it ended, lock held by the supervisor, cancel when asked.
+# ~/.sandbox/jobs/<session>/<job>/: job.json what it is, output the bytes of both streams as they
+# came, runs the lengths of their runs (see sandbox.Recorder), status how it ended, lock held by the
+# supervisor, cancel when asked.
 
 
 def job_folder(session: str, job: str = "") -> str:
@@ -1389,7 +1431,8 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     id, tag = f"{int(now * 1000):011x}-{sandbox.random_id()}", sandbox.random_id()
     folder = job_folder(session.name, id)
     argv = sandbox.exec_argv(engine, session, workdir(session), tag, sandbox.compose(command, []))
-    job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown, "started": iso(now)}
+    job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,
+           "started": iso(now)}
     try:
         sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
     except BaseException:
@@ -1397,7 +1440,8 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
         raise
     null = os.open(os.devnull, os.O_RDWR)
     try:
-        pid = sandbox.spawn([*own_argv(), "__job", folder], env={**os.environ, "SANDBOX_ENV": script},
+        pid = sandbox.spawn([*own_argv(), "__job", folder],
+                            env={**os.environ, "SANDBOX_ENV": script},
                             fds={0: null, 1: null, 2: null}, own_group=True)
     finally:
         os.close(null)
@@ -1422,7 +1466,8 @@ def autostart(engine: Engine, session: Session) -> None:
             start_job(engine, session, "autostart", script, {}, {"SANDBOX_AUTOSTART": "job"})
     except (WebError, SandboxError, OSError) as error:
         cause = as_web_error(error)
-        raise WebError(cause.code, f"{session.name} was started, but not its autostart script: {cause.message}",
+        raise WebError(cause.code,
+                       f"{session.name} was started, but not its autostart script: {cause.message}",
                        cause.hint) from None
 
 
@@ -1529,7 +1574,8 @@ class Follower:
     def __init__(self, folder: str, offset: int) -> None:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
-        self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))  # the last runs before it, by stream
+        # the last runs before it, by stream
+        self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))
         self.unparsed = b""
         try:
             self.output = os.open(f"{folder}/output", os.O_RDONLY)
@@ -1547,7 +1593,8 @@ class Follower:
 
     def next(self) -> tuple[int, bytes] | None:
         """The next piece as (stream, bytes); None when there is nothing (more, if the job is over)."""
-        size = os.fstat(self.output).st_size  # before the runs: what is below this size has its runs written
+        # before the runs: what is below this size has its runs written
+        size = os.fstat(self.output).st_size
         if self.position >= size:
             return None
         self.to_run()
@@ -1614,7 +1661,8 @@ def job_now(job: dict[str, Any]) -> dict[str, Any]:
 def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
                stopping: Callable[[], bool]) -> None:
     """Send a job's output as server-sent events, until the job has ended or the client has gone."""
-    # One per stream: the other stream's output may come between the bytes of a character, and an offset, too.
+    # One per stream: the other stream's output may come between the bytes of a character, and an
+    # offset, too.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
     for stream, decoder in enumerate(decoders):
         decoder.decode(follower.before(stream))
@@ -1668,10 +1716,13 @@ def post_prompt(app: App, request: Request, params: Params) -> Answer:
     template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
     if "{prompt}" not in template:
         reason = "lacks the placeholder {prompt}" if template else "has no agentPromptCommand"
-        raise WebError("conflict", f"the session {session.name} {reason}", "set agentPromptCommand in its settings")
+        raise WebError("conflict", f"the session {session.name} {reason}",
+                       "set agentPromptCommand in its settings")
     command = insert_prompt(template)
-    shown = {"prompt": prompt, "agent": session.agent if template == PROMPT_COMMANDS.get(session.agent) else ""}
-    return json_answer(start_job(engine, session, "prompt", command, shown, {"SANDBOX_PROMPT": prompt}), 201)
+    shown = {"prompt": prompt,
+             "agent": session.agent if template == PROMPT_COMMANDS.get(session.agent) else ""}
+    return json_answer(start_job(engine, session, "prompt", command, shown,
+                                 {"SANDBOX_PROMPT": prompt}), 201)
 
 
 def insert_prompt(template: str) -> str:
@@ -1691,7 +1742,8 @@ def insert_prompt(template: str) -> str:
 
 def get_jobs(_app: App, request: Request, params: Params) -> Answer:
     try:
-        return json_answer(list_jobs(sandbox.a_name(params["session"]), request.number("limit", 50, 1, KEPT_JOBS)))
+        return json_answer(list_jobs(sandbox.a_name(params["session"]),
+                                     request.number("limit", 50, 1, KEPT_JOBS)))
     except ValueError:
         raise WebError("not_found", "there is no such session") from None
 
@@ -1741,7 +1793,8 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
     except (OSError, ValueError, KeyError, TypeError):
         raise WebError("not_found", "the job's files are not there any more") from None
     first = not os.path.exists(f"{folder}/cancel")
-    with suppress(OSError), open(f"{folder}/cancel", "w"):  # a full disk must not keep what fills it alive
+    # a full disk must not keep what fills it alive
+    with suppress(OSError), open(f"{folder}/cancel", "w"):
         pass
     threading.Thread(target=cancel, args=(engine, session, folder, tag, first), daemon=True).start()
     return json_answer(job, 202)
@@ -1791,7 +1844,8 @@ class Ring:
 class Viewer:
     """A WebSocket that shows a terminal; `sent` and `acked` are positions in the terminal's output."""
 
-    def __init__(self, sock: socket.socket, protocol: ServerProtocol, left: Callable[[], None], wants: bool) -> None:
+    def __init__(self, sock: socket.socket, protocol: ServerProtocol, left: Callable[[], None],
+                 wants: bool) -> None:
         self.sock, self.protocol, self.left, self.wants_to_write = sock, protocol, left, wants
         self.pending = b""
         self.text: bytearray | None = None  # a text message that is not complete
@@ -1852,7 +1906,8 @@ def is_tls_wait(error: OSError) -> bool:
 class Terminal:
     """A PTY with an engine's client on it, and the thread that pumps it: one poll over PTY and all viewers."""
 
-    def __init__(self, app: App, engine: Engine, session: Session, run: str, size: tuple[int, int]) -> None:
+    def __init__(self, app: App, engine: Engine, session: Session, run: str,
+                 size: tuple[int, int]) -> None:
         self.app, self.engine, self.session, self.run, self.size = app, engine, session, run, size
         self.id, self.tag, self.started = sandbox.random_id(), sandbox.random_id(), time.time()
         self.ring, self.input = Ring(), bytearray()
@@ -1861,7 +1916,8 @@ class Terminal:
         self.arriving: deque[Viewer] = deque()
         self.status: int | None = None
         self.ended = self.closing = False
-        self.end_seen = 0.0  # when somebody has seen the end, or nobody has for too long: the thread may go
+        # when somebody has seen the end, or nobody has for too long: the thread may go
+        self.end_seen = 0.0
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self.wake_write, False)
@@ -1878,14 +1934,16 @@ class Terminal:
         command = sandbox.SHELL
         if self.run == "agent":
             command = sandbox.AGENTS[self.session.agent].yolo
-        argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.tag, command, stdin=True,
+        argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.tag,
+                                 command, stdin=True,
                                  size=self.size)
         environ = {**os.environ, "TERM": "xterm-256color", "SANDBOX_ENV": sandbox.env_script(env)}
         self.master, slave = os.openpty()
         try:
             tty.setraw(slave)
             self.resize(*self.size)
-            self.pid = sandbox.spawn(argv, env=environ, fds={0: slave, 1: slave, 2: slave}, own_group=True)
+            self.pid = sandbox.spawn(argv, env=environ, fds={0: slave, 1: slave, 2: slave},
+                                     own_group=True)
         except OSError:
             sandbox.Output.close(self.master, self.wake_read, self.wake_write)
             raise
@@ -1896,8 +1954,10 @@ class Terminal:
         self.masks: dict[int, int] = {}
 
     def data(self) -> dict[str, Any]:
-        return {"id": self.id, "session": self.session.name, "run": self.run, "started": iso(self.started),
-                "rows": self.size[0], "cols": self.size[1], "viewers": len(self.viewers), "ended": self.ended,
+        return {"id": self.id, "session": self.session.name, "run": self.run,
+                "started": iso(self.started),
+                "rows": self.size[0], "cols": self.size[1], "viewers": len(self.viewers),
+                "ended": self.ended,
                 "exit": self.status, "seq": self.ring.end}
 
     def resize(self, rows: int, cols: int) -> None:
@@ -2036,7 +2096,8 @@ class Terminal:
         self.viewers.append(viewer)
         if viewer.wants_to_write:
             self.writer = viewer
-        viewer.control(type="hello", id=self.id, session=self.session.name, run=self.run, seq=viewer.sent,
+        viewer.control(type="hello", id=self.id, session=self.session.name, run=self.run,
+                       seq=viewer.sent,
                        start=self.ring.start, end=self.ring.end, resumed=viewer.sent == wanted,
                        window=WINDOW_BYTES, rows=self.size[0], cols=self.size[1])
         self.tell_roles()
@@ -2093,7 +2154,8 @@ class Terminal:
             if viewer is self.writer and not self.ended and (rows, cols) != self.size:
                 self.resize(rows, cols)
                 with suppress(OSError):
-                    os.kill(self.pid, signal.SIGWINCH)  # it has no controlling terminal that would do that
+                    # it has no controlling terminal that would do that
+                    os.kill(self.pid, signal.SIGWINCH)
                 for other in self.viewers:
                     other.control(type="size", rows=rows, cols=cols)
         elif kind == "take":
@@ -2146,7 +2208,8 @@ class Terminal:
         with suppress(OSError):
             viewer.sock.shutdown(socket.SHUT_WR)
         viewer.sock.close()
-        viewer.protocol.parser.close()  # it holds the protocol, and would only go with the garbage collection
+        # it holds the protocol, and would only go with the garbage collection
+        viewer.protocol.parser.close()
         viewer.left()
         if viewer is self.writer:
             self.writer = None
@@ -2185,7 +2248,8 @@ class Terminals:
             raise WebError("not_found", f"there is no terminal {id[:20]!r} any more")
         return terminal
 
-    def open(self, app: App, engine: Engine, session: Session, run: str, size: tuple[int, int]) -> Terminal:
+    def open(self, app: App, engine: Engine, session: Session, run: str,
+             size: tuple[int, int]) -> Terminal:
         over = [terminal for terminal in self.all() if terminal.ended]
         if len(self.by_id) - len(over) >= TERMINALS:
             raise WebError("too_many", f"there are {TERMINALS} terminals already", "close some")
@@ -2207,7 +2271,8 @@ class Terminals:
     def changed(self) -> None:
         """Write down what would have to be cleaned up."""
         with self.lock, suppress(SandboxError):
-            rows = [{"session": t.session.name, "tag": t.tag} for t in self.by_id.values() if not t.ended]
+            rows = [{"session": t.session.name, "tag": t.tag} for t in self.by_id.values()
+                    if not t.ended]
             sandbox.write_private(self.path, json.dumps(rows))
 
     def clean_up(self) -> None:
@@ -2232,7 +2297,8 @@ class Terminals:
 
 
 def get_terminals(app: App, _request: Request, params: Params) -> Answer:
-    rows = [terminal.data() for terminal in app.terminals.all() if terminal.session.name == params["session"]]
+    rows = [terminal.data() for terminal in app.terminals.all()
+            if terminal.session.name == params["session"]]
     return json_answer(sorted(rows, key=lambda row: str(row["started"])))
 
 
@@ -2257,7 +2323,8 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
     else:
         engine, session = find_running(params["session"])
         if run == "agent" and not session.agent:
-            raise WebError("conflict", f"the session {session.name} has no agent", "open a shell instead")
+            raise WebError("conflict", f"the session {session.name} has no agent",
+                           "open a shell instead")
         terminal = app.terminals.open(app, engine, session, run, size)
 
     def attach(sock: socket.socket, buffered: bytes, left: Callable[[], None]) -> None:
@@ -2355,7 +2422,8 @@ def route(method: str, path: str) -> tuple[Route, dict[str, str]]:
     verb = "GET" if method == "HEAD" else method
     if verb not in fitting:
         allowed = ", ".join(sorted([*fitting, *(["HEAD"] if "GET" in fitting else [])]))
-        raise WebError("method_not_allowed", f"this address knows {allowed} only", headers={"Allow": allowed})
+        raise WebError("method_not_allowed", f"this address knows {allowed} only",
+                       headers={"Allow": allowed})
     return fitting[verb]
 
 
@@ -2373,7 +2441,8 @@ class App:
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.stopping = False
 
-    def answer(self, request: Request, read_body: Callable[[int], bytes]) -> Answer | Stream | Upgrade:
+    def answer(self, request: Request,
+               read_body: Callable[[int], bytes]) -> Answer | Stream | Upgrade:
         """The gateway: allowlist or cookie, then origin, then the route."""
         if not request.login and request.path not in ANONYMOUS:
             if not request.length:
@@ -2412,7 +2481,8 @@ def address_text(address: tuple[str, int]) -> str:
 
 def web_path(address: tuple[str, int]) -> str:
     """Where the files of the server at an address begin."""
-    return os.path.join(os.path.abspath(sandbox.sandbox_home()), "web", f"{address[0].replace(':', '_')}_{address[1]}")
+    return os.path.join(os.path.abspath(sandbox.sandbox_home()), "web",
+                        f"{address[0].replace(':', '_')}_{address[1]}")
 
 
 class Lock:
@@ -2457,23 +2527,27 @@ def stop_server(address: tuple[str, int]) -> bool:
         record = lock.read()
         pid = record.get("pid")
         if not isinstance(pid, int):
-            raise SandboxError(f"a server holds {lock.path} and has not said which process it is", "try again")
+            raise SandboxError(f"a server holds {lock.path} and has not said which process it is",
+                               "try again")
         if not record.get("background"):
-            raise SandboxError(f"the server at {where} runs in the foreground of a terminal (process {pid})",
+            raise SandboxError(
+                f"the server at {where} runs in the foreground of a terminal (process {pid})",
                                "press Ctrl-C there")
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS + 5
         while not lock.take():
             if time.monotonic() > deadline:
-                raise SandboxError(f"the server at {where} (process {pid}) does not end", f"run: kill -9 {pid}")
+                raise SandboxError(f"the server at {where} (process {pid}) does not end",
+                                   f"run: kill -9 {pid}")
             time.sleep(0.02)
         return True
     finally:
         lock.close()
 
 
-# What a server was started with, and is started with again: kept in its lock file, which is its owner's only.
+# What a server was started with, and is started with again: kept in its lock file, which is its
+# owner's only.
 KEPT_OPTIONS = ("serverUser", "serverPass", "profile", "cert", "key", "allowedHosts", "runtime")
 
 
@@ -2511,24 +2585,28 @@ def serve(args: argparse.Namespace) -> int:
     address = parse_address(args.address or DEFAULT_ADDRESS)
     if args.stop:
         if not stop_server(address):
-            raise SandboxError(f"there is no server at {address_text(address)}", "sandbox serve -d starts one")
+            raise SandboxError(f"there is no server at {address_text(address)}",
+                               "sandbox serve -d starts one")
         print(f"stopped {address_text(address)}")
         return 0
     if args.restart:
         keep_options(args, address)
     config = sandbox.load_config(sandbox.flags_layer(args), args.profile)
     if args.runtime:
-        os.environ["SANDBOX_RUNTIME"] = args.runtime  # for every configuration that is read from now on
+        # for every configuration that is read from now on
+        os.environ["SANDBOX_RUNTIME"] = args.runtime
     tls = tls_context(args)
     sandbox.with_remedies(need_websockets, args.yes)
     if not is_loopback(address[0]) and not tls:
-        sandbox.say(f"warning: without TLS everyone on the way to {address[0]} can read the password and the terminals;"
+        sandbox.say(
+            f"warning: without TLS everyone on the way to {address[0]} can read the password and the terminals;"
                     " give --cert and --key, or listen on 127.0.0.1 and come through ssh -L")
     fetch_libraries()
     if args.restart and not stop_server(address):
         sandbox.say(f"there was no server at {address_text(address)}")
     background = args.background or args.restart
-    record = {"background": background, "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
+    record = {"background": background,
+              "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
     if background:
         return in_background(address, lambda tell: run_server(address, config, tls, record, tell))
     return run_server(address, config, tls, record, lambda line: print(line, flush=True))
@@ -2543,7 +2621,8 @@ def need_websockets() -> None:
     home = os.path.join(os.path.abspath(sandbox.sandbox_home()), "venv")
     if has_websockets():
         return
-    # What another version of Python has installed there will do, too: its compiled parts are passed over.
+    # What another version of Python has installed there will do, too: its compiled parts are passed
+    # over.
     for path in glob.glob(os.path.join(glob.escape(home), "lib", "python3.*", "site-packages")):
         sys.path.insert(0, path)
         if has_websockets():
@@ -2589,7 +2668,8 @@ def make_venv(home: str, packages: Sequence[Sequence[str]]) -> None:
     sandbox.end_on_signals()
     sandbox.Remedy(packages).carry_out()
     partial = f"{home}.{sandbox.random_id()}"
-    env = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")}
+    env = {name: value for name, value in os.environ.items()
+           if name not in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")}
     try:
         sandbox.make_private(os.path.dirname(home))
         commands = venv_commands(partial)
@@ -2612,10 +2692,12 @@ def fetch_libraries() -> None:
         except SandboxError:
             step.forget_log()
             words = "\n".join(step.tail)
-            sandbox.say(f"{words}\nwarning: the terminal and Markdown in the web pages are missing until then")
+            sandbox.say(
+                f"{words}\nwarning: the terminal and Markdown in the web pages are missing until then")
 
 
-def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None, record: Mapping[str, Any],
+def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None,
+               record: Mapping[str, Any],
                tell: Callable[[str], None]) -> int:
     """Serve until a signal comes; `tell` is given what the person must know, when the service answers.
 
@@ -2624,7 +2706,8 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     where = address_text(address)
     lock = Lock(address)
     if not lock.take():
-        raise SandboxError(f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
+        raise SandboxError(
+            f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
                            f"sandbox serve {where} --restart, or --stop")
     app = App(address, config, tls is not None)
     named = leads_here(OWN_NAME, address[0])
@@ -2719,7 +2802,8 @@ def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]
         error = sandbox.parse_json(lines[0])
         raise SandboxError(error["message"], error["hint"], error["code"])
     if not lines:
-        raise SandboxError("the server ended before it could answer", f"see {web_path(address)}.log")
+        raise SandboxError("the server ended before it could answer",
+                           f"see {web_path(address)}.log")
     print("\n".join(lines))
     return 0
 
@@ -2741,7 +2825,9 @@ def daemon(log_path: str, write: int, run: Callable[[Callable[[str], None]], int
         status = run(tell)
     except SandboxError as error:
         sandbox.report(error)
-        os.write(write, json.dumps({"message": error.message, "hint": error.hint, "code": error.code}).encode())
+        os.write(write,
+                 json.dumps({"message": error.message, "hint": error.hint,
+                             "code": error.code}).encode())
     except BaseException:
         traceback.print_exc()
     finally:

@@ -38,15 +38,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("sandbox.py", "sandbox_web.py")
-NOT_ASSETS = {"build.py", "node_modules", "__pycache__", "package.json", "package-lock.json", ".npmrc"}
+NOT_ASSETS = {"build.py", "node_modules", "__pycache__", "package.json", "package-lock.json",
+              ".npmrc"}
 VENDOR = ROOT / "static" / "ui" / "vendor"
 LIBRARIES = (
-    "@xterm/xterm/lib/xterm.mjs", "@xterm/xterm/css/xterm.css", "@xterm/addon-fit/lib/addon-fit.mjs",
+    "@xterm/xterm/lib/xterm.mjs", "@xterm/xterm/css/xterm.css",
+    "@xterm/addon-fit/lib/addon-fit.mjs",
     "@xterm/addon-search/lib/addon-search.mjs", "@xterm/addon-unicode11/lib/addon-unicode11.mjs",
-    "@xterm/addon-web-links/lib/addon-web-links.mjs", "marked/lib/marked.esm.js", "dompurify/dist/purify.es.mjs",
+    "@xterm/addon-web-links/lib/addon-web-links.mjs", "marked/lib/marked.esm.js",
+    "dompurify/dist/purify.es.mjs",
 )
 NPM_SECONDS = 300
-# A shell, because the first line of a script can name one option at most where `env` does not know -S.
+# A shell, because the first line of a script can name one option at most where `env` does not know
+# -S.
 START = b"""\
 #!/bin/sh
 exec python3 -I "$0" "$@"
@@ -89,7 +93,8 @@ def fetch_libraries() -> None:
         fresh.mkdir()
         for library in LIBRARIES:
             text = (directory / "node_modules" / library).read_text()
-            lines = [line for line in text.split("\n") if not line.startswith("//# sourceMappingURL=")]
+            lines = [line for line in text.split("\n")
+                     if not line.startswith("//# sourceMappingURL=")]
             (fresh / Path(library).name).write_text("\n".join(lines))
         (fresh / "LICENSES.txt").write_text(licenses(directory / "node_modules"))
         (fresh / "digest.txt").write_text(lock_digest())
@@ -100,12 +105,15 @@ def fetch_libraries() -> None:
 def npm_ci(directory: Path) -> None:
     argv = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
     try:
-        subprocess.run(argv, cwd=directory, check=True, timeout=NPM_SECONDS, text=True, stdin=subprocess.DEVNULL,
+        subprocess.run(argv, cwd=directory, check=True, timeout=NPM_SECONDS, text=True,
+                       stdin=subprocess.DEVNULL,
                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except subprocess.TimeoutExpired:
-        raise BuildError(f"npm ci took longer than {NPM_SECONDS} seconds\nis the registry reachable?") from None
+        raise BuildError(
+            f"npm ci took longer than {NPM_SECONDS} seconds\nis the registry reachable?") from None
     except subprocess.CalledProcessError as error:
-        raise BuildError(f"{error.stdout.strip()}\nnpm ci failed; is the registry reachable?") from None
+        raise BuildError(
+            f"{error.stdout.strip()}\nnpm ci failed; is the registry reachable?") from None
 
 
 def fetch_packages(directory: Path) -> None:
@@ -119,9 +127,11 @@ def fetch_packages(directory: Path) -> None:
             with urllib.request.urlopen(url, timeout=NPM_SECONDS) as answer:
                 data = answer.read()
         except (OSError, ValueError) as error:
-            raise BuildError(f"{url}: {error}\nis the registry reachable? NPM_CONFIG_REGISTRY names another") from None
+            raise BuildError(
+                f"{url}: {error}\nis the registry reachable? NPM_CONFIG_REGISTRY names another") from None
         if f"sha512-{base64.b64encode(hashlib.sha512(data).digest()).decode()}" != entry["integrity"]:
-            raise BuildError(f"{url} is not what static/package-lock.json names\nuse a registry that has the original")
+            raise BuildError(
+                f"{url} is not what static/package-lock.json names\nuse a registry that has the original")
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             for member in archive:
                 if content := archive.extractfile(member):
@@ -131,13 +141,16 @@ def fetch_packages(directory: Path) -> None:
 
 
 def packages() -> list[str]:
-    return sorted({"/".join(name.split("/")[: 2 if name.startswith("@") else 1]) for name in LIBRARIES})
+    return sorted({"/".join(name.split("/")[: 2 if name.startswith("@") else 1])
+                   for name in LIBRARIES})
 
 
 def licenses(modules: Path) -> str:
     """The licences that go with the copies."""
-    files = [(package, path) for package in packages() for path in sorted((modules / package).glob("LICENSE*"))]
-    return "\n\n".join(f"--- {package}: {path.name}\n\n{path.read_text()}" for package, path in files)
+    files = [(package, path) for package in packages()
+             for path in sorted((modules / package).glob("LICENSE*"))]
+    return "\n\n".join(f"--- {package}: {path.name}\n\n{path.read_text()}"
+                       for package, path in files)
 
 
 def get_build_hook() -> Any:
@@ -206,7 +219,8 @@ def archive(files: dict[str, bytes]) -> bytes:
 def build(out: Path) -> None:
     files = {"__main__.py": MAIN, **dict(asset_files()), **dict(websockets_files())}
     files |= {name: (ROOT / name).read_bytes() for name in MODULES if (ROOT / name).exists()}
-    modules = [name for name in files if name.endswith(".py") and not name.startswith("sandbox_static/")]
+    modules = [name for name in files
+               if name.endswith(".py") and not name.startswith("sandbox_static/")]
     files |= {f"{name}c": bytecode(name, files[name]) for name in modules}
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f"{out.name}.partial")
@@ -217,8 +231,10 @@ def build(out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build the zipapp.")
-    parser.add_argument("out", nargs="?", type=Path, default=ROOT / "dist" / "sandbox.pyz", metavar="OUT")
-    parser.add_argument("--libraries", action="store_true", help="only fetch the libraries of the web pages")
+    parser.add_argument("out", nargs="?", type=Path, default=ROOT / "dist" / "sandbox.pyz",
+                        metavar="OUT")
+    parser.add_argument("--libraries", action="store_true",
+                        help="only fetch the libraries of the web pages")
     args = parser.parse_args(argv)
     out: Path = args.out
     try:

@@ -13,10 +13,14 @@ from typing import Any
 
 from websockets.sync.client import connect
 
-ARGV = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--disable-default-apps", "--disable-extensions",
-        "--disable-features=Translate,OptimizationHints,MediaRouter,AutofillServerCommunication", "--no-first-run",
-        "--no-default-browser-check", "--no-pings", "--metrics-recording-only", "--password-store=basic",
+ARGV = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--disable-default-apps",
+        "--disable-extensions",
+        "--disable-features=Translate,OptimizationHints,MediaRouter,AutofillServerCommunication",
+        "--no-first-run",
+        "--no-default-browser-check", "--no-pings", "--metrics-recording-only",
+        "--password-store=basic",
         "--hide-scrollbars", "--remote-debugging-port=0", "about:blank"]
 DESKTOP, PHONE = (1280, 800), (390, 780)
 KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowUp": (38, ""),
@@ -28,7 +32,8 @@ class Page:
 
     def __init__(self, url: str) -> None:
         self.stack = ExitStack()
-        self.socket = self.stack.enter_context(connect(url, max_size=None, compression=None, ping_interval=None))
+        self.socket = self.stack.enter_context(connect(url, max_size=None, compression=None,
+                                                       ping_interval=None))
         self.number = 0
         self.requests: list[str] = []
         self.errors: list[str] = []
@@ -66,9 +71,11 @@ class Page:
         elif event == "Network.loadingFinished":
             self.bytes += data["encodedDataLength"]
         elif event == "Runtime.exceptionThrown":
-            self.errors.append(str(data["exceptionDetails"].get("exception", data["exceptionDetails"])))
+            self.errors.append(str(data["exceptionDetails"].get("exception",
+                                                                data["exceptionDetails"])))
         elif event == "Runtime.consoleAPICalled" and data["type"] in ("error", "warning", "assert"):
-            self.errors.append(" ".join(str(a.get("value", a.get("description"))) for a in data["args"]))
+            self.errors.append(" ".join(str(a.get("value", a.get("description")))
+                                        for a in data["args"]))
         elif event == "Page.javascriptDialogOpening":
             self.dialogs.append(data["type"])
             self.send("Page.handleJavaScriptDialog", accept=self.dialog_answer)
@@ -79,7 +86,8 @@ class Page:
 
     def eval(self, script: str) -> Any:
         """The value of an expression, awaited."""
-        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True,
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True,
+                           returnByValue=True,
                            userGesture=True)
         assert "exceptionDetails" not in answer, (script, answer["exceptionDetails"])
         return answer["result"].get("value")
@@ -92,12 +100,15 @@ class Page:
                 if self.eval(f"Boolean({script})"):
                     return
             if time.monotonic() > deadline:
-                raise AssertionError(f"{script} did not become true\n{self.errors}\n{self.text()[-3000:]}")
+                raise AssertionError(
+                    f"{script} did not become true\n{self.errors}\n{self.text()[-3000:]}")
             time.sleep(0.03)
 
     def see(self, text: str, within: str = "body", seconds: float = 20) -> None:
         """Wait until a text can be read in an element."""
-        self.wait(f"document.querySelector({json.dumps(within)})?.innerText.includes({json.dumps(text)})", seconds)
+        self.wait(
+            f"document.querySelector({json.dumps(within)})?.innerText.includes({json.dumps(text)})",
+            seconds)
 
     def text(self) -> str:
         """What can be read; nothing on a page that is being left or has no body yet."""
@@ -111,7 +122,8 @@ class Page:
 
     def goto(self, url: str) -> None:
         self.call("Page.navigate", url=url)
-        self.wait(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url.split('#')[0])})")
+        self.wait(
+            f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url.split('#')[0])})")
 
     def resize(self, size: tuple[int, int], dark: bool = False) -> None:
         """Be a desktop's or a phone's screen, light or dark."""
@@ -125,7 +137,8 @@ class Page:
     def click(self, selector: str) -> None:
         """Press the mouse on the first element of a selector that can be seen."""
         found = json.dumps(selector)
-        self.wait(f"[...document.querySelectorAll({found})].some((e) => e.checkVisibility() && !e.disabled)")
+        self.wait(
+            f"[...document.querySelectorAll({found})].some((e) => e.checkVisibility() && !e.disabled)")
         at = self.eval(f"""(() => {{
             const e = [...document.querySelectorAll({found})].find((e) => e.checkVisibility() && !e.disabled);
             e.scrollIntoView({{ block: "nearest" }});
@@ -133,12 +146,14 @@ class Page:
             return [box.x + box.width / 2, box.y + box.height / 2];
         }})()""")
         for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)
+            self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left",
+                      clickCount=1)
 
     def press(self, name: str, text: str = "", modifiers: int = 0) -> None:
         """Press a key: a name of KEYS, or a letter."""
         code, typed = KEYS.get(name, (ord(name[0].upper()), text))
-        key = {"key": name, "windowsVirtualKeyCode": code, "code": name if name in KEYS else f"Key{name.upper()}",
+        key = {"key": name, "windowsVirtualKeyCode": code,
+               "code": name if name in KEYS else f"Key{name.upper()}",
                "modifiers": modifiers}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text or typed, **key)
         self.call("Input.dispatchKeyEvent", type="keyUp", **key)
@@ -176,7 +191,8 @@ class Browser:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Start a browser with a profile that goes again."""
-    with tempfile.TemporaryDirectory(prefix="sandbox-test-chromium-", ignore_cleanup_errors=True) as profile:
+    with tempfile.TemporaryDirectory(prefix="sandbox-test-chromium-",
+                                     ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen([*ARGV, f"--user-data-dir={profile}"], stdin=subprocess.DEVNULL,
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:

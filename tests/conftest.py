@@ -46,7 +46,8 @@ IMAGE = f"{IMAGE_NAME}:{IMAGE_VERSION}"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TIMEOUT_SECONDS = 120.0
 
-TOKEN = f"t{secrets.token_hex(4)}"  # in every name and directory of this test run, to know its containers by
+# in every name and directory of this test run, to know its containers by
+TOKEN = f"t{secrets.token_hex(4)}"
 COUNTER = itertools.count(1)
 
 # What starts the tests may ignore signals (nohup, a shell's job in the background) or block them;
@@ -123,7 +124,8 @@ class Terminal:
         deadline = time.monotonic() + timeout
         while (at := self.output.find(text, self._seen)) < 0:
             if not self._read(deadline):
-                pytest.fail(f"{text!r} did not come; the output since the last match is:\n{self.unread()}")
+                pytest.fail(
+                    f"{text!r} did not come; the output since the last match is:\n{self.unread()}")
         start, self._seen = self._seen, at + len(text)
         return self.output[start : self._seen]
 
@@ -141,7 +143,8 @@ class Terminal:
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
             if time.monotonic() > deadline:
-                pytest.fail(f"still running after {timeout} s; the output since the last match is:\n{self.unread()}")
+                pytest.fail(
+                    f"still running after {timeout} s; the output since the last match is:\n{self.unread()}")
             self._read(time.monotonic() + 0.05)
         while self._read(time.monotonic()):
             pass
@@ -225,11 +228,13 @@ class Engine:
     def sandbox_argv(self, *args: str) -> list[str]:
         return [PYTHON, str(self.area / "app"), *args]
 
-    def run(self, *args: str, timeout: float = TIMEOUT_SECONDS, input: str | None = None, **where: Any) -> Result:
+    def run(self, *args: str, timeout: float = TIMEOUT_SECONDS, input: str | None = None,
+            **where: Any) -> Result:
         """Run the engine's own command; `where` as in `where`."""
         return self._run([self.runtime, *args], input, timeout, where)
 
-    def sandbox(self, *args: str, timeout: float = TIMEOUT_SECONDS, input: str | None = None, **where: Any) -> Result:
+    def sandbox(self, *args: str, timeout: float = TIMEOUT_SECONDS, input: str | None = None,
+                **where: Any) -> Result:
         """Run our command; stdin is empty without `input`; `where` as in `where`."""
         return self._run(self.sandbox_argv(*args), input, timeout, where)
 
@@ -260,7 +265,8 @@ class Engine:
             "extra_groups": os.getgrouplist(owner.pw_name, owner.pw_gid),
         }
 
-    def _run(self, argv: list[str], input: str | None, timeout: float, where: dict[str, Any]) -> Result:
+    def _run(self, argv: list[str], input: str | None, timeout: float,
+             where: dict[str, Any]) -> Result:
         with self._popen(argv, where) as process:
             stdout, stderr = process.communicate(input or "", timeout)
             return Result(argv, process.returncode, stdout, stderr)
@@ -280,7 +286,8 @@ class Engine:
     def session_ids(self) -> set[str]:
         """Ids of this run's sessions and proxies: a name, label or mount carries the token. Others stay unseen."""
         shown = "{{.ID}} {{.Names}} {{.Labels}} {{.Mounts}}"
-        listing = self.run("ps", "-a", "--no-trunc", "--filter", "label=sandbox.session", "--format", shown)
+        listing = self.run("ps", "-a", "--no-trunc", "--filter", "label=sandbox.session",
+                           "--format", shown)
         assert listing.returncode == 0, listing.stderr
         return {line.split()[0] for line in listing.stdout.splitlines() if TOKEN in line}
 
@@ -302,7 +309,8 @@ def unique_name() -> str:
 def write_config(home: Path, **keys: object) -> None:
     """Write sandbox.json for the test image and with these keys, owned by whom `home` belongs to."""
     path = home / "sandbox.json"
-    path.write_text(json.dumps({"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, **keys}, indent=2))
+    path.write_text(json.dumps({"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, **keys},
+                               indent=2))
     path.chmod(0o600)
     os.chown(path, home.stat().st_uid, home.stat().st_gid)
 
@@ -314,8 +322,10 @@ def write_config(home: Path, **keys: object) -> None:
 def area() -> Iterator[Path]:
     """A prepared machine and a temporary directory that every user may pass, with the code in app/."""
     if os.geteuid() != 0:
-        pytest.fail("the engine tests need root: they run rootful engines and switch to the user sandbox-test")
-    prepare = subprocess.run([ROOT / "tests" / "prepare"], capture_output=True, text=True, timeout=1800)
+        pytest.fail(
+            "the engine tests need root: they run rootful engines and switch to the user sandbox-test")
+    prepare = subprocess.run([ROOT / "tests" / "prepare"], capture_output=True, text=True,
+                             timeout=1800)
     if prepare.returncode != 0:
         pytest.fail(f"tests/prepare failed:\n{prepare.stdout}{prepare.stderr}")
     area = Path("/tmp", f"sandbox-test-{TOKEN}")
@@ -328,12 +338,14 @@ def area() -> Iterator[Path]:
 
 def copy_code(app: Path) -> None:
     """Copy what a zipapp holds, compiled for PYTHON."""
-    subprocess.run([sys.executable, ROOT / "static" / "build.py", "--libraries"], check=True, timeout=300)
+    subprocess.run([sys.executable, ROOT / "static" / "build.py", "--libraries"], check=True,
+                   timeout=300)
     app.mkdir()
     for module in ROOT.glob("sandbox*.py"):
         shutil.copy(module, app)
     (app / "__main__.py").write_text("import sandbox\n\nsandbox.entry()\n")
-    shutil.copytree(ROOT / "static", app / "static", ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+    shutil.copytree(ROOT / "static", app / "static",
+                    ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
     websockets = importlib.util.find_spec("websockets")
     assert websockets and websockets.origin, "websockets is not installed"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")

@@ -48,20 +48,23 @@ class Machine:
 
     def __init__(self, engine: Engine, pid: int) -> None:
         self.engine, self.runtime = engine, ""  # the engine that is asked for, '' for any
-        self.prefix = ["nsenter", f"--target={pid}", "--mount", "--net", "--pid", "env", "-C", str(engine.project)]
+        self.prefix = ["nsenter", f"--target={pid}", "--mount", "--net", "--pid", "env", "-C",
+                       str(engine.project)]
         self.add_user(USER)
 
     def argv(self, argv: tuple[str, ...], user: str, groups: str, env: dict[str, str]) -> list[str]:
         whole = self.environ(user) | env
         owner = pwd.getpwnam(user)
         become = ["setpriv", f"--reuid={owner.pw_uid}", f"--regid={owner.pw_gid}", groups] if user != "root" else []
-        return [*self.prefix, *become, "env", "-i", *(f"{name}={value}" for name, value in whole.items()), *argv]
+        return [*self.prefix, *become, "env", "-i",
+                *(f"{name}={value}" for name, value in whole.items()), *argv]
 
     def environ(self, user: str) -> dict[str, str]:
         environ = self.engine.environ(user, self.engine.home)
         return environ | {"SANDBOX_RUNTIME": self.runtime, "CONTAINERS_CONF": CONTAINERS_CONF, "PATH": PATH}
 
-    def run(self, *argv: str, user: str = "root", groups: str = "--init-groups", env: dict[str, str] | None = None,
+    def run(self, *argv: str, user: str = "root", groups: str = "--init-groups",
+            env: dict[str, str] | None = None,
             input: str = "", seconds: int = 60) -> Result:
         words = self.argv(argv, user, groups, env or {})
         return subprocess.run(words, input=input, capture_output=True, text=True, timeout=seconds)
@@ -119,7 +122,8 @@ class Machine:
 
     @staticmethod
     def entry(path: Path) -> str:
-        control = subprocess.run(["dpkg-deb", "-f", path], check=True, capture_output=True, text=True).stdout
+        control = subprocess.run(["dpkg-deb", "-f", path], check=True, capture_output=True,
+                                 text=True).stdout
         data = path.read_bytes()
         digest = hashlib.sha256(data).hexdigest()
         return f"{control}Filename: ./{path.name}\nSize: {len(data)}\nSHA256: {digest}\n"
@@ -170,7 +174,8 @@ def download(package: str, folder: Path) -> None:
 
 @contextmanager
 def own_machine(engine: Engine) -> Iterator[Machine]:
-    argv = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-ec", SCRIPT, "sh",
+    argv = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-ec", SCRIPT,
+            "sh",
             str(engine.area)]
     with Process(argv, stdout=subprocess.PIPE, text=True, start_new_session=True) as holder:
         assert holder.stdout and holder.stdout.readline() == "ready\n"

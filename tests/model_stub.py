@@ -94,7 +94,8 @@ def messages_reply(request: Json) -> Reply:
     parts = [] if isinstance(contents[-1], str) else contents[-1]
     results = [part for part in parts if part["type"] == "tool_result"]
     output = text_of(results[-1]["content"]) if results else None
-    return reply(list(map(text_of, contents)), output, [tool["name"] for tool in request.get("tools") or []])
+    return reply(list(map(text_of, contents)), output,
+                 [tool["name"] for tool in request.get("tools") or []])
 
 
 def messages_body(request: Json) -> Json:

@@ -11,7 +11,8 @@ from conftest import IMAGE, ROOT, Engine, Result, unique_name, write_config
 from outside import PUBLIC
 from service import wait_for
 
-NAMES = {"api.test": PUBLIC, "sub.api.test": PUBLIC, "other.test": PUBLIC, "private.test": "127.0.0.3",
+NAMES = {"api.test": PUBLIC, "sub.api.test": PUBLIC, "other.test": PUBLIC,
+         "private.test": "127.0.0.3",
          "model.test": "127.0.0.1"}  # fmt: skip
 LOCAL = "127.0.0.1:8080"  # a rule for the outside that needs no name
 
@@ -35,7 +36,8 @@ def shown_network(engine: Engine, name: str) -> str:
 
 def left_of(engine: Engine, id: str) -> list[str]:
     """Containers and volumes that an id has left."""
-    containers = engine.run("ps", "-a", "--filter", f"label=sandbox.session={id}", "--format", "{{.Names}}")
+    containers = engine.run("ps", "-a", "--filter", f"label=sandbox.session={id}", "--format",
+                            "{{.Names}}")
     volumes = engine.run("volume", "ls", "-q", "--filter", f"name=sandbox-net-{id}")
     assert containers.returncode == volumes.returncode == 0, containers.stderr + volumes.stderr
     return [*containers.stdout.split(), *volumes.stdout.split()]
@@ -51,7 +53,8 @@ def make_certificate(directory: Path, *names: str) -> Path:
     """A key and a certificate that is its own authority."""
     alternatives = ",".join(f"DNS:{name}" for name in names)
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-days", "2",
          "-subj", f"/CN={names[0]}", "-addext", f"subjectAltName={alternatives}",
          "-keyout", directory / "key.pem", "-out", directory / "cert.pem"],
         check=True, capture_output=True,
@@ -85,7 +88,8 @@ class Outside:
         self.names.add(name)
         made = self.engine.run(
             "run", "-d", "--init", "--name", name, "--network", f"container:{self.proxy}",
-            "--cap-add", "NET_ADMIN", "-v", f"{self.directory}:{self.directory}", "-v", f"{app}:{app}:ro",
+            "--cap-add", "NET_ADMIN", "-v", f"{self.directory}:{self.directory}", "-v",
+            f"{app}:{app}:ro",
             "-e", f"PYTHONPATH={app}", "-e", "PYTHONDONTWRITEBYTECODE=1", IMAGE, *argv,
         )  # fmt: skip
         assert made.returncode == 0, made.stderr
@@ -98,11 +102,13 @@ class Guarded:
     """A session with an allowlist, in a home and a project of its own."""
 
     def __init__(
-        self, engine: Engine, *allow: str, outside: bool = True, user: str = "", **configuration: object
+        self, engine: Engine, *allow: str, outside: bool = True, user: str = "",
+        **configuration: object
     ) -> None:
         self.engine, self.name, self.user = engine, unique_name(), user or engine.user
         self.project, self.home = engine.directory(self.user), engine.directory(self.user)
-        write_config(self.home, volumes=[f"{engine.area}/app:{engine.area}/app:ro"], **configuration)
+        write_config(self.home, volumes=[f"{engine.area}/app:{engine.area}/app:ro"],
+                     **configuration)
         made = self.run("true", *(word for rule in allow for word in ("--allow", rule)))
         assert made.returncode == 0, made.stderr
         self.proxy = proxy_of(engine, self.name)
@@ -127,7 +133,8 @@ class Guarded:
         path.write_text(program)
         path.chmod(0o644)
         return ["run", "-n", self.name, "-e", f"PYTHONPATH={self.engine.area}/app",
-                "-e", f"SSL_CERT_FILE={self.project}/ca.pem", *options, "-x", "python3", str(path)]  # fmt: skip
+                # fmt: skip
+                "-e", f"SSL_CERT_FILE={self.project}/ca.pem", *options, "-x", "python3", str(path)]
 
     def python(self, program: str, *options: str) -> Result:
         return self.engine.sandbox(*self.python_argv(program, *options), **self.where)

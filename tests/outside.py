@@ -99,7 +99,8 @@ def main() -> None:
     with socket.socket() as here:
         here.bind((PUBLIC, 0))  # else the requests for it would leave
     TlsServer.context.load_cert_chain(DIRECTORY / "cert.pem", DIRECTORY / "key.pem")
-    servers = [*(Server(("", port), Handler) for port in (80, 81, 8080, 9999)), TlsServer(("", 443), Handler)]
+    servers = [*(Server(("", port), Handler) for port in (80, 81, 8080, 9999)),
+               TlsServer(("", 443), Handler)]
     datagrams = socket.socket(type=socket.SOCK_DGRAM)
     datagrams.bind(("", 53))
     websocket = serve(echo, "", 8081)

@@ -50,7 +50,8 @@ def connect(family: int, kind: int, protocol: int, address: object, data: bytes 
 
 
 def tcp(address: str, port: int) -> str:
-    return connect(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, 0, (address, port))
+    return connect(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, 0,
+                   (address, port))
 
 
 def direct(api: str, own: list[str]) -> Iterator[Try]:
@@ -115,8 +116,10 @@ def get(url: str) -> str:
 def proxied(api: str, own: list[str]) -> Iterator[Try]:
     yield "allowed name", "200", lambda: ask(get("http://api.test/"))
     yield "its TLS", "200", lambda: tls("api.test")
-    refused = ["other.test", "sub.api.test", "api.test.other.test", "api.test:81", "api.test:8080", "private.test",
-               "private.test:8080", api, f"[::ffff:{api}]", "127.0.0.1", "127.0.0.1:9999", "localhost", "[::1]",
+    refused = ["other.test", "sub.api.test", "api.test.other.test", "api.test:81", "api.test:8080",
+               "private.test",
+               "private.test:8080", api, f"[::ffff:{api}]", "127.0.0.1", "127.0.0.1:9999",
+               "localhost", "[::1]",
                "0.0.0.0", "169.254.169.254", *own]  # fmt: skip
     for host in refused:
         yield f"http://{host}/", "403", lambda h=host: ask(get(f"http://{h}/"))  # type: ignore[misc]
@@ -202,7 +205,8 @@ def hand_over(port: int | None) -> str:
         socket.send_fds(link, [b"L"], [listener.fileno() if port is not None else 1])
         if link.recv(1) != b"+":
             return "not taken"
-        return " ".join(ask(get(f"http://{host}/"), port or 0) for host in ("api.test", "other.test", "127.0.0.1"))
+        return " ".join(ask(get(f"http://{host}/"), port or 0)
+                        for host in ("api.test", "other.test", "127.0.0.1"))
 
 
 def shared_directory(root: bool) -> Iterator[Try]:

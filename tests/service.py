@@ -47,7 +47,8 @@ class Reply:
 class Service:
     """A server in the foreground, with its account, and a logged-in client."""
 
-    def __init__(self, engine: Engine, *options: str, kept: bool = False, env: dict[str, str] | None = None,
+    def __init__(self, engine: Engine, *options: str, kept: bool = False,
+                 env: dict[str, str] | None = None,
                  start: bool = True) -> None:
         """`kept`: it does not end with the test that is running, but with end()."""
         self.engine, self.port, self.options, self.kept, self.env = engine, free_port(), options, kept, env
@@ -58,7 +59,8 @@ class Service:
             self.log_in()
 
     def start(self) -> None:
-        self.process: Process = self.engine.popen("serve", self.address, "-P", PASSWORD, *self.options, env=self.env)
+        self.process: Process = self.engine.popen("serve", self.address, "-P", PASSWORD,
+                                                  *self.options, env=self.env)
         if self.kept:
             self.engine.started.remove(self.process)
         assert self.process.stdout
@@ -116,7 +118,8 @@ class Service:
 
     def post(self, path: str, data: object = None, method: str = "POST", **more: Any) -> Reply:
         body = json.dumps({} if data is None else data).encode()
-        return self.request(method, path, body, {"Content-Type": "application/json", **more.pop("headers", {})}, **more)
+        return self.request(method, path, body,
+                            {"Content-Type": "application/json", **more.pop("headers", {})}, **more)
 
     def raw(self, data: bytes, seconds: float = 20) -> bytes:
         """Send bytes on a connection of their own, and all that comes back until it is closed."""
@@ -135,7 +138,8 @@ class Service:
         return int(found[1]) if found else 0
 
     def create(self, name: str, **fields: Any) -> Any:
-        reply = self.post("/api/sessions", {"name": name, "directory": str(self.engine.project), **fields})
+        reply = self.post("/api/sessions",
+                          {"name": name, "directory": str(self.engine.project), **fields})
         assert reply.status == 201, reply.body
         return reply.json
 
@@ -152,8 +156,10 @@ class Service:
     def events(self, job: Any, start: int | None = None) -> Iterator[tuple[str, Any, int]]:
         """Server-sent events of a job: name, data, id."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {"Cookie": self.cookie, **({} if start is None else {"Last-Event-ID": str(start)})}
-        connection.request("GET", f"/api/sessions/{job['session']}/jobs/{job['id']}/events", headers=headers)
+        headers = {"Cookie": self.cookie,
+                   **({} if start is None else {"Last-Event-ID": str(start)})}
+        connection.request("GET", f"/api/sessions/{job['session']}/jobs/{job['id']}/events",
+                           headers=headers)
         answer = connection.getresponse()
         assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
         event: dict[str, str] = {}
@@ -172,7 +178,8 @@ class Service:
     def terminal(self, session: str, query: str = "") -> Iterator["Screen"]:
         url = f"ws://{self.address}/api/sessions/{session}/terminal?{query}"
         with connect(
-            url, additional_headers={"Cookie": self.cookie}, compression=None, max_size=None, ping_interval=None
+            url, additional_headers={"Cookie": self.cookie}, compression=None, max_size=None,
+            ping_interval=None
         ) as socket:
             yield Screen(socket)
 

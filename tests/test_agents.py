@@ -30,7 +30,8 @@ from sandbox import SHORTCUTS as AGENT_OF
 
 BUILD = ("build", "--iv", "1.0", "--iba", "TOOL=common")
 IMAGE = "localhost/sandbox:1.0-common"
-# BuildKit would start without a cache wherever it came later than this test, and prints no cache hits.
+# BuildKit would start without a cache wherever it came later than this test, and prints no cache
+# hits.
 CLASSIC = {"DOCKER_BUILDKIT": "0"}
 BUILD_SECONDS = 1500.0
 START_SECONDS = 150.0  # four agents at once, beside other work
@@ -42,15 +43,18 @@ SHORTCUTS = {
     "agent-c": ("cx", "agent-c", "codex"),
     "agent-d": ("oc", "agent-d", "opencode"),
 }
-# How each agent answers one prompt without a terminal, and how it goes on with the last conversation.
+# How each agent answers one prompt without a terminal, and how it goes on with the last
+# conversation.
 ONCE = {"c": "-p", "gm": "-p", "cx": "exec --skip-git-repo-check", "oc": "run"}
-AGAIN = {"c": "-c -p", "gm": "-r latest -p", "cx": "exec --skip-git-repo-check resume --last", "oc": "run -c"}
+AGAIN = {"c": "-c -p", "gm": "-r latest -p", "cx": "exec --skip-git-repo-check resume --last",
+         "oc": "run -c"}
 # A word on the agent's screen when it waits for a prompt, and one that asks for Ctrl-C again.
 SCREENS = {"c": ("bypass", "again"), "gm": ("Type", "again"), "cx": ("YOLO", ""), "oc": ("Ask", "")}
 
 PORT = 8080
 STUB = f"http://127.0.0.1:{PORT}"
-PROVIDER = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{STUB}/v1", "apiKey": "stub"}}
+PROVIDER = {"npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": f"{STUB}/v1", "apiKey": "stub"}}
 OPENCODE = {
     "model": "stub/stub",
     "small_model": "stub/stub",
@@ -245,7 +249,8 @@ def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(
 def test_the_image_trusts_debians_certificate_authorities_only(session: Session) -> None:
     pem = "cat {} | grep -v -e '^#' -e '^$' | tr -d '\\n' | sed 's/-----END CERTIFICATE-----/&\\n/g' | sort"
     trusted = session.run("-x", pem.format("/etc/ssl/certs/ca-certificates.crt")).stdout
-    debians = session.run("-x", pem.format("$(find /usr/share/ca-certificates -name '*.crt')")).stdout
+    debians = session.run("-x",
+                          pem.format("$(find /usr/share/ca-certificates -name '*.crt')")).stdout
     assert trusted == debians and trusted.count("BEGIN CERTIFICATE") > 100
     # dpkg.cfg leaves the manuals out.
     changed = (
@@ -280,7 +285,8 @@ def test_a_prompt_is_answered_and_its_conversation_goes_on(session: Session, age
 
 
 @each_agent
-def test_a_tool_runs_unasked_and_its_files_belong_to_the_person(session: Session, agent: str) -> None:
+def test_a_tool_runs_unasked_and_its_files_belong_to_the_person(session: Session,
+                                                                agent: str) -> None:
     made = session.project / f"made-by-{agent}"
     prompt = f"please run: mkdir {made.name} && echo 'by the agent' > {made.name}/file && echo written"
     answer = session.run("-y", agent, "--", *ONCE[agent].split(), prompt)
@@ -337,8 +343,9 @@ def settle() -> None:
 
 
 # --- Ready for a prompt ---
-# An agent that asks something first (whether it may trust the directory, use a key, skip permissions)
-# takes what is typed for the answer, so only at a prompt does typed text arrive at the model.
+# An agent that asks something first (whether it may trust the directory, use a key, skip
+# permissions) takes what is typed for the answer, so only at a prompt does typed text arrive at the
+# model.
 
 
 def make_projects(session: Session) -> None:
@@ -460,7 +467,8 @@ def test_the_agent_button_opens_a_prompt(
 
 # --- Agents in the web service's AGENT mode ---
 
-# The page's own reader of the events: each line of its input is [stream, text], its output the blocks that it makes.
+# The page's own reader of the events: each line of its input is [stream, text], its output the
+# blocks that it makes.
 READER = """
 import { AgentStream } from EVENTS;
 const blocks = [];
@@ -482,7 +490,8 @@ def prompted(service: Service, session: str, prompt: str) -> list[dict[str, Any]
     """Prompt a session's agent; what the page makes of its events, without what it says on stderr."""
     reply = service.post(f"/api/sessions/{session}/prompt", {"prompt": prompt})
     assert reply.status == 201, reply.body
-    events = [(kind, data) for kind, data, _ in service.events(reply.json) if kind in ("stdout", "stderr")]
+    events = [(kind, data) for kind, data, _ in service.events(reply.json)
+              if kind in ("stdout", "stderr")]
     job = service.ended(reply.json)
     assert (job["state"], job["exit"]) == ("ended", 0), events
     blocks = blocks_of(events)
@@ -496,7 +505,8 @@ def texts(blocks: list[dict[str, Any]]) -> list[str]:
 
 @on_docker
 @each_agent
-def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, service: Service, name: str,
+def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, service: Service,
+                                                    name: str,
                                                     agent: str) -> None:
     """With the command that a session is created with; nothing is said twice, also where it comes in parts."""
     write_stub_config(engine, engine.home)
@@ -556,10 +566,12 @@ def test_packages_can_be_installed(session: Session) -> None:
     (tree / "DEBIAN/postinst").write_text(POSTINST)
     (tree / "DEBIAN/postinst").chmod(0o755)
     built = session.run(
-        "-x", "dpkg-deb --root-owner-group -b tiny /tmp/tiny.deb && sudo apt-get install -y /tmp/tiny.deb"
+        "-x",
+        "dpkg-deb --root-owner-group -b tiny /tmp/tiny.deb && sudo apt-get install -y /tmp/tiny.deb"
     )
     assert built.returncode == 0, built.stdout + built.stderr
-    found = session.run("-x", "stat -c '%U %G %a' /usr/share/tiny/theirs; cat /tmp/tiny; sudo apt-get purge -y tiny")
+    found = session.run("-x",
+                        "stat -c '%U %G %a' /usr/share/tiny/theirs; cat /tmp/tiny; sudo apt-get purge -y tiny")
     assert found.stdout.startswith("tiny games 4750\ntiny\n") and found.returncode == 0, found.stdout + found.stderr
 
 
@@ -611,7 +623,8 @@ def test_an_agent_tells_that_its_model_was_refused(guarded: Guarded, agent: str)
     assert guarded.net("deny", MODEL).returncode == 0
     command = shlex.join([*AGENTS[AGENT_OF[agent]].yolo, *ONCE[agent].split(), "say nothing"])
     try:
-        answer = guarded.run(f"timeout {20 if agent == 'gm' else 100} {command} 2>&1")  # Gemini tries for minutes
+        # Gemini tries for minutes
+        answer = guarded.run(f"timeout {20 if agent == 'gm' else 100} {command} 2>&1")
     finally:
         assert guarded.net("allow", MODEL).returncode == 0
     assert answer.returncode != 0 and "pong" not in answer.stdout
@@ -624,13 +637,15 @@ def test_an_agent_tells_that_its_model_was_refused(guarded: Guarded, agent: str)
 @pytest.mark.parametrize("command", ["", "sudo "])
 def test_there_is_no_way_around_for_sudo(guarded: Guarded, command: str) -> None:
     shutil.copy(ROOT / "tests" / "probe.py", guarded.project)
-    answer = guarded.run(f"{command}python3 probe.py '{json.dumps({'api': PUBLIC, 'own': ['172.17.0.1']})}'")
+    answer = guarded.run(
+        f"{command}python3 probe.py '{json.dumps({'api': PUBLIC, 'own': ['172.17.0.1']})}'")
     assert answer.returncode == 0, answer.stderr
     tried = json.loads(answer.stdout)
     assert len(tried) > 100 and [row for row in tried if row[1] not in row[2].split("|")] == []
 
 
-# What each program fetches with no variable set, from a host that is allowed and from one that is not.
+# What each program fetches with no variable set, from a host that is allowed and from one that is
+# not.
 FETCH = {
     "git": "git clone -q http://{host}/files/repo.git /tmp/{host}.git && cat /tmp/{host}.git/fetched",
     "apt": "o='-o Dir::Etc::sourcelist=/tmp/list -o Dir::Etc::sourceparts=-'; "
@@ -642,7 +657,8 @@ FETCH = {
 
 @on_docker
 @pytest.mark.parametrize("program", FETCH)
-def test_programs_go_through_the_proxy_without_its_variables(guarded: Guarded, program: str) -> None:
+def test_programs_go_through_the_proxy_without_its_variables(guarded: Guarded,
+                                                             program: str) -> None:
     clean = "env -i HOME=$HOME PATH=$PATH sh -c"
     assert guarded.outside
     make_files(guarded.outside.directory / "files")
@@ -667,7 +683,8 @@ def make_files(files: Path) -> None:
         subprocess.run(["git", *words], cwd=work, check=True)
     subprocess.run(["git", "clone", "-q", "--bare", work, files / "repo.git"], check=True)
     subprocess.run(["git", "update-server-info"], cwd=files / "repo.git", check=True)
-    (files / "apt" / "Packages").write_text(CONTROL.replace("tiny", "fetched") + "Filename: ./fetched.deb\nSize: 1\n")
+    (files / "apt" / "Packages").write_text(CONTROL.replace("tiny",
+                                                            "fetched") + "Filename: ./fetched.deb\nSize: 1\n")
     versions = {"1.0.0": {"name": "fetched", "version": "1.0.0"}}
     (files / "npm" / "fetched").write_text(
         json.dumps({"name": "fetched", "dist-tags": {"latest": "1.0.0"}, "versions": versions})

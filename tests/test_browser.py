@@ -13,7 +13,8 @@ from conftest import IMAGE, write_config
 from fuzz import AGENTS, STREAMS, TILES, TURNS, streams
 from service import PASSWORD, Service, free_port
 
-# The pages see the service and no engine: what differs between engines is tested at the service's API.
+# The pages see the service and no engine: what differs between engines is tested at the service's
+# API.
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
 
 CONTROL, SHIFT = 2, 8
@@ -21,7 +22,8 @@ FIRST_PAGE_BYTES = 150_000
 BOX = ".composer textarea:not(:disabled)"
 ROWS = "[...document.querySelectorAll('.xterm-rows > div')]"
 SCREENS = ("agent", "command", "terminal", "network", "settings")
-WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE_CHUNKED_ENCODING",
+WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE",
+             "ERR_INCOMPLETE_CHUNKED_ENCODING",
              "WebSocket connection to")
 
 
@@ -121,10 +123,12 @@ def test_login_wrong_and_right(browser: Browser, service: Service) -> None:
     page.close()
 
 
-def test_a_login_leads_back_to_where_it_began_and_nowhere_else(page: Page, service: Service, name: str) -> None:
+def test_a_login_leads_back_to_where_it_began_and_nowhere_else(page: Page, service: Service,
+                                                               name: str) -> None:
     service.create(name)
     cases = {"/preview": "/", "/preview/auth/login": "/preview", f"/#/s/{name}/command": "/",
-             "/auth/login?next=//192.0.2.1/&data-next=//192.0.2.1/": "/", "/auth/login#//192.0.2.1/": "/"}
+             "/auth/login?next=//192.0.2.1/&data-next=//192.0.2.1/": "/",
+             "/auth/login#//192.0.2.1/": "/"}
     for began, path in cases.items():
         cookie = cookie_of(page)
         page.call("Page.navigate", url="about:blank")  # or the page itself goes to the login
@@ -231,7 +235,8 @@ def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, na
     page.see(f"Remove {name}?", "dialog")
     page.click("dialog .danger")
     page.wait("location.hash === '#/'", 60)
-    page.wait(f"![...document.querySelectorAll('.sessions .name')].some((e) => e.textContent === {json.dumps(name)})")
+    page.wait(
+        f"![...document.querySelectorAll('.sessions .name')].some((e) => e.textContent === {json.dumps(name)})")
 
 
 # --- Command mode ---
@@ -259,14 +264,16 @@ def test_command_mode(page: Page, service: Service, name: str) -> None:
 def test_much_output_stays_light(page: Page, service: Service, name: str) -> None:
     service.create(name)
     open_screen(page, service, name, "command")
-    submit(page, "yes 'a line of some length, more or less' | head -c 30000000; echo; echo l${x}ast")
+    submit(page,
+           "yes 'a line of some length, more or less' | head -c 30000000; echo; echo l${x}ast")
     page.see("exit 0", ".job-foot", 60)
     assert page.eval("document.querySelector('.output').textContent").endswith("last\n")
     assert page.eval("document.querySelector('.output').textContent.length") < 300_000
     page.see("The beginning is not shown", ".job")
 
 
-def test_a_command_outlives_the_server_that_started_it(page: Page, service: Service, name: str) -> None:
+def test_a_command_outlives_the_server_that_started_it(page: Page, service: Service,
+                                                       name: str) -> None:
     service.create(name)
     open_screen(page, service, name, "command")
     submit(page, "for i in 1 2 3 4 5 6; do echo tick $i; sleep 1; done")
@@ -279,14 +286,16 @@ def test_a_command_outlives_the_server_that_started_it(page: Page, service: Serv
     page.see("exit 0", ".job-foot")
     assert page.eval("document.querySelector('.output').textContent") == "".join(f"tick {i}\n" for i in range(1, 7))
     page.wait("document.querySelector('#banner').hidden")
-    page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
+    page.errors[:] = [error for error in page.errors
+                      if not any(word in error for word in WENT_AWAY)]
 
 
 # --- AGENT mode ---
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_agent_mode_shows_what_the_events_mean(page: Page, service: Service, name: str, agent: str) -> None:
+def test_agent_mode_shows_what_the_events_mean(page: Page, service: Service, name: str,
+                                               agent: str) -> None:
     shutil.copy(STREAMS / f"{agent}.jsonl", service.engine.project)
     service.create(name, agent=agent, agentPromptCommand=f"cat {agent}.jsonl; : {{prompt}}")
     open_screen(page, service, name, "agent")
@@ -307,7 +316,8 @@ def test_agent_mode_shows_what_the_events_mean(page: Page, service: Service, nam
     page.see("pong tool", ".md")  # it is there again
 
 
-def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page, service: Service, name: str) -> None:
+def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page, service: Service,
+                                                                     name: str) -> None:
     def event(**data: object) -> str:
         return json.dumps({**data, "session_id": "s"})
 
@@ -317,14 +327,18 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
     def delta(text: str) -> str:
         return partial(type="content_block_delta", delta={"type": "text_delta", "text": text})
 
-    evil = ("<img src=http://192.0.2.1/x onerror=alert(1)> ![p](http://192.0.2.1/y) [bad](javascript:alert(1)) "
+    evil = (
+        "<img src=http://192.0.2.1/x onerror=alert(1)> ![p](http://192.0.2.1/y) [bad](javascript:alert(1)) "
             "<script>alert(1)</script>")
     text = f"# Title\n\nSome **bold** text {evil}\n"
     begins = partial(type="message_start", message={"id": "m"})
-    helper = {"id": "h", "content": [{"type": "text", "text": "A helper's report."}]}  # comes between the parts
-    first = [begins, delta("# Title\n\nSome **bo"), event(type="assistant", message=helper, parent_tool_use_id="t")]
+    # comes between the parts
+    helper = {"id": "h", "content": [{"type": "text", "text": "A helper's report."}]}
+    first = [begins, delta("# Title\n\nSome **bo"),
+             event(type="assistant", message=helper, parent_tool_use_id="t")]
     second = [delta(text[len("# Title\n\nSome **bo") :]),
-              event(type="assistant", message={"id": "m", "content": [{"type": "text", "text": text}]}),
+              event(type="assistant",
+                    message={"id": "m", "content": [{"type": "text", "text": text}]}),
               event(type="brand_new", some="thing"), "no JSON at all"]
     for file, lines in (("first", first), ("second", second)):
         (service.engine.project / file).write_text("\n".join(lines) + "\n")
@@ -338,7 +352,8 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
     page.see("brand_new", ".raw")
     page.see("no JSON at all", ".raw")
     assert page.eval("document.querySelectorAll('.md img, .md script, .md a[href^=javascript]').length") == 0
-    assert page.eval("document.querySelectorAll('.md').length") == 2  # deltas and whole text are one
+    # deltas and whole text are one
+    assert page.eval("document.querySelectorAll('.md').length") == 2
     assert page.eval("document.querySelector('.md').innerText.match(/Title/g).length") == 1
 
 
@@ -509,7 +524,8 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
     assert page.eval("document.querySelectorAll('.decision.undrawn').length") == 0
 
 
-def test_agent_mode_without_a_command_says_what_is_missing(page: Page, service: Service, name: str) -> None:
+def test_agent_mode_without_a_command_says_what_is_missing(page: Page, service: Service,
+                                                           name: str) -> None:
     service.create(name)
     open_screen(page, service, name, "agent")
     page.see("AGENT mode needs a command", ".callout")
@@ -562,7 +578,8 @@ def test_a_terminal_is_where_it_was_after_a_reload(page: Page, service: Service,
     assert page.eval("document.querySelectorAll('.term-tab').length") == 1
 
 
-def test_two_windows_and_one_keyboard(page: Page, browser: Browser, service: Service, name: str) -> None:
+def test_two_windows_and_one_keyboard(page: Page, browser: Browser, service: Service,
+                                      name: str) -> None:
     service.create(name)
     open_terminal(page, service, name)
     enter(page, "echo fi${x}rst")
@@ -582,7 +599,8 @@ def test_two_windows_and_one_keyboard(page: Page, browser: Browser, service: Ser
     see_in_terminal(page, "third")
 
 
-def test_a_terminal_says_that_it_ended_with_its_server(page: Page, service: Service, name: str) -> None:
+def test_a_terminal_says_that_it_ended_with_its_server(page: Page, service: Service,
+                                                       name: str) -> None:
     service.create(name)
     open_terminal(page, service, name)
     enter(page, "echo be${x}gun")
@@ -593,14 +611,17 @@ def test_a_terminal_says_that_it_ended_with_its_server(page: Page, service: Serv
     page.wait("document.querySelector('.term-note').hidden")
     enter(page, "echo ag${x}ain")
     see_in_terminal(page, "again")
-    page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
+    page.errors[:] = [error for error in page.errors
+                      if not any(word in error for word in WENT_AWAY)]
 
 
 def permit(page: Page, service: Service, *permissions: str) -> None:
-    page.call("Browser.grantPermissions", origin=f"http://{service.address}", permissions=list(permissions))
+    page.call("Browser.grantPermissions", origin=f"http://{service.address}",
+              permissions=list(permissions))
 
 
-def test_a_bell_and_a_programs_notification_reach_the_desktop(page: Page, browser: Browser, service: Service,
+def test_a_bell_and_a_programs_notification_reach_the_desktop(page: Page, browser: Browser,
+                                                              service: Service,
                                                               name: str) -> None:
     service.create(name)
     open_terminal(page, service, name)
@@ -627,8 +648,10 @@ def test_a_bell_and_a_programs_notification_reach_the_desktop(page: Page, browse
     other.call("Page.bringToFront")
     page.wait("document.hidden || !document.hasFocus()")
     service.job(name, "touch /tmp/go")
-    expected = [f"{name}: The terminal rang its bell", f"{name}: the build is done", f"{name}: Tests: all; of them"]
-    page.wait(f"JSON.stringify(shown) === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
+    expected = [f"{name}: The terminal rang its bell", f"{name}: the build is done",
+                f"{name}: Tests: all; of them"]
+    page.wait(
+        f"JSON.stringify(shown) === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
     other.close()
     page.call("Page.bringToFront")
     open_terminal(page, service, name)  # what is shown again rings no more
@@ -729,7 +752,8 @@ def test_the_clipboard_of_a_terminal(page: Page, service: Service, name: str) ->
         }})()""")
         for count in (1, 2):
             for kind in ("mousePressed", "mouseReleased"):
-                page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count)
+                page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left",
+                          clickCount=count)
         if how == "button":
             page.click("[aria-label^='Copy the selection']")
         else:
@@ -769,7 +793,8 @@ def test_settings_are_in_force_at_the_next_command(page: Page, service: Service,
     page.see("Settings saved", "#toasts")
 
 
-def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, service: Service, name: str) -> None:
+def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, service: Service,
+                                                               name: str) -> None:
     service.create(name)
     template = "textarea[placeholder*='{prompt}']"
     open_screen(page, service, name, "settings")
@@ -778,7 +803,8 @@ def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, servi
     page.click(".tabs a")
     page.see("AGENT mode needs a command")
     page.click(".tabs a:last-child")
-    page.wait(f"document.querySelector({json.dumps(template)})?.value === 'echo {{prompt}} not saved'")
+    page.wait(
+        f"document.querySelector({json.dumps(template)})?.value === 'echo {{prompt}} not saved'")
     page.see("Not saved yet", ".settings")
     page.dialog_answer = False
     page.call("Page.reload")
@@ -793,7 +819,8 @@ def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, servi
     assert service.get(f"/api/sessions/{name}/settings").json["settings"]["agentPromptCommand"] is None
 
 
-def test_what_was_typed_is_still_there_after_a_look_elsewhere(page: Page, service: Service, name: str) -> None:
+def test_what_was_typed_is_still_there_after_a_look_elsewhere(page: Page, service: Service,
+                                                              name: str) -> None:
     service.create(name, agentPromptCommand="echo {prompt}")
     open_screen(page, service, name, "agent")
     page.click(BOX)
@@ -812,7 +839,8 @@ def test_what_was_typed_is_still_there_after_a_look_elsewhere(page: Page, servic
     assert page.eval("document.querySelector('[aria-label=Prompt]').value") == ""
 
 
-def test_a_network_is_chosen_and_the_container_created_again(page: Page, service: Service, name: str) -> None:
+def test_a_network_is_chosen_and_the_container_created_again(page: Page, service: Service,
+                                                             name: str) -> None:
     service.create(name)
     service.ended(service.job(name, "touch /tmp/mark; echo before"))
     open_screen(page, service, name, "settings")
@@ -889,10 +917,12 @@ def outside(service: Service, name: str) -> Iterator[str]:
     """
     service.create(name, network={"allow": []})
     engine = service.engine
-    id = engine.run("inspect", "-f", '{{index .Config.Labels "sandbox.session"}}', name).stdout.strip()
+    id = engine.run("inspect", "-f", '{{index .Config.Labels "sandbox.session"}}',
+                    name).stdout.strip()
     proxy = f"sandbox-proxy-{id}"
     host, _, port = OUTSIDE.partition(":")
-    server = engine.run("run", "-d", "--network", f"container:{proxy}", IMAGE, "python3", "-m", "http.server",
+    server = engine.run("run", "-d", "--network", f"container:{proxy}", IMAGE, "python3", "-m",
+                        "http.server",
                         "--bind", host, port)
     assert server.returncode == 0, server.stderr
     yield proxy
@@ -912,7 +942,8 @@ def rules(service: Service, name: str) -> object:
     return service.get(f"/api/sessions/{name}/network").json
 
 
-def test_a_refused_host_is_allowed_and_denied_at_one_click(outside: str, page: Page, service: Service,
+def test_a_refused_host_is_allowed_and_denied_at_one_click(outside: str, page: Page,
+                                                           service: Service,
                                                            name: str) -> None:
     open_screen(page, service, name, "network")
     page.see("Nothing was asked for yet", ".network")
@@ -941,10 +972,12 @@ def test_a_refused_host_is_allowed_and_denied_at_one_click(outside: str, page: P
     service.restart_after_kill()
     assert reaches(service, name)
     page.see("5 times, refused 2", ".decision")
-    page.errors[:] = [error for error in page.errors if not any(word in error for word in WENT_AWAY)]
+    page.errors[:] = [error for error in page.errors
+                      if not any(word in error for word in WENT_AWAY)]
 
 
-def test_rules_are_written_and_removed(outside: str, page: Page, service: Service, name: str) -> None:
+def test_rules_are_written_and_removed(outside: str, page: Page, service: Service,
+                                       name: str) -> None:
     open_screen(page, service, name, "network")
     page.fill("[aria-label='Host to allow']", "http://no/rule")
     page.press("Enter")
@@ -969,7 +1002,8 @@ def test_rules_are_written_and_removed(outside: str, page: Page, service: Servic
     page.wait("document.activeElement.ariaLabel === 'Host to allow'")
 
 
-def test_many_decisions_stay_few_rows_and_nothing_moves_under_the_pointer(outside: str, page: Page, service: Service,
+def test_many_decisions_stay_few_rows_and_nothing_moves_under_the_pointer(outside: str, page: Page,
+                                                                          service: Service,
                                                                           name: str) -> None:
     open_screen(page, service, name, "network")
     service.ended(service.job(name, "for i in $(seq 250); do wget -q http://h$i.example/; done"))
@@ -1003,7 +1037,8 @@ def test_hosts_that_the_log_has_lost_are_shown(outside: str, page: Page, service
     page.see("3 times, refused 2", ".decision:first-child")
 
 
-def test_a_cut_network_is_seen_everywhere_and_comes_back(outside: str, page: Page, service: Service, name: str) -> None:
+def test_a_cut_network_is_seen_everywhere_and_comes_back(outside: str, page: Page, service: Service,
+                                                         name: str) -> None:
     open_screen(page, service, name, "network")
     page.see("allowlist", ".sessions [aria-current]")
     assert not reaches(service, name)
@@ -1017,7 +1052,8 @@ def test_a_cut_network_is_seen_everywhere_and_comes_back(outside: str, page: Pag
     page.click(".tile .cut")
     page.wait(f"location.hash === '#/s/{name}/network'")
     page.click(".callout button")
-    page.wait("!document.querySelector('.callout') && !document.querySelector('.session-head .chip')")
+    page.wait(
+        "!document.querySelector('.callout') && !document.querySelector('.session-head .chip')")
     assert rules(service, name) == {"allow": []}
     assert not reaches(service, name)  # with a 403 of the proxy
     page.see("2 times", ".decision")
@@ -1118,7 +1154,8 @@ def test_a_tile_shows_markdown_without_its_marks(page: Page, service: Service, n
     assert len(lines) == 40 and "\n".join([*PLAIN.split("\n"), "x" * 400]) in "\n".join(lines)
 
 
-def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Service, name: str) -> None:
+def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Service,
+                                                      name: str) -> None:
     service.create(name)
     page.goto(f"http://{service.address}/preview")
     tile = f".tile:has([href*='{name}'])"
@@ -1126,11 +1163,13 @@ def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Servi
     assert not page.eval(f"document.querySelector({json.dumps(tile)}).querySelector('textarea').checkVisibility()")
     page.click(f"{tile} .set-up a")
     page.wait(f"location.hash === '#/s/{name}/settings' && document.querySelector('.settings')")
-    service.post(f"/api/sessions/{name}/settings", {"agentPromptCommand": "echo {prompt}"}, method="PUT")
+    service.post(f"/api/sessions/{name}/settings", {"agentPromptCommand": "echo {prompt}"},
+                 method="PUT")
     page.click(".tabs a")
     page.wait(f"document.querySelector({json.dumps(BOX)})")
     page.goto(f"http://{service.address}/preview")
-    page.wait(f"document.querySelector({json.dumps(tile)})?.querySelector('textarea').checkVisibility()")
+    page.wait(
+        f"document.querySelector({json.dumps(tile)})?.querySelector('textarea').checkVisibility()")
 
 
 # --- Everywhere ---
@@ -1169,7 +1208,8 @@ def test_a_phone(page: Page, service: Service, name: str) -> None:
 
 
 @pytest.mark.parametrize("screen", [*SCREENS, "new", "preview"])
-def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service: Service, name: str,
+def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service: Service,
+                                                             name: str,
                                                              screen: str) -> None:
     service.create(name, agentPromptCommand="echo answer to {prompt}", env={"A": "1"})
     if screen in ("new", "preview"):
@@ -1182,7 +1222,8 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service
     page.call("Accessibility.enable")
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "link", "textbox", "searchbox", "combobox", "radio", "checkbox", "tab"}
-    controls = [node for node in nodes if not node.get("ignored") and node.get("role", {}).get("value") in roles]
+    controls = [node for node in nodes
+                if not node.get("ignored") and node.get("role", {}).get("value") in roles]
     assert len(controls) > 5
     assert [node for node in controls if not node.get("name", {}).get("value")] == []
     page.eval("document.activeElement.blur()")
@@ -1192,7 +1233,8 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(page: Page, service
     reached = set()
     for _ in range(60):
         page.press("Tab")
-        reached.add(page.eval("document.activeElement.ariaLabel + document.activeElement.textContent.slice(0, 20)"))
+        reached.add(page.eval(
+            "document.activeElement.ariaLabel + document.activeElement.textContent.slice(0, 20)"))
     assert len(reached) > 4
 
 

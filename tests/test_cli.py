@@ -41,7 +41,8 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     out, err = capsys.readouterr()
     assert out.startswith(f"usage: sandbox {command}") and err == ""
     parser = sandbox.parser_of(command)
-    assert all(action.help and max(action.option_strings, default="", key=len) in out for action in parser._actions)
+    assert all(action.help and max(action.option_strings, default="", key=len) in out
+               for action in parser._actions)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,14 +74,17 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["build", "--iv", "1.0-common", "--iba", "TOOL=full"], "common"),
     ],
 )
-def test_a_wrong_command_line_is_a_usage_error(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_a_usage_error(argv: list[str], words: str,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
     assert main(*argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and words in err and NO_ENGINE not in err
 
 
-@pytest.mark.parametrize("command", ["ps", "rm some", "run", "-y c", "-- -c", "build", "config command"])
-def test_without_an_engine_there_is_one_error_with_a_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command",
+                         ["ps", "rm some", "run", "-y c", "-- -c", "build", "config command"])
+def test_without_an_engine_there_is_one_error_with_a_remedy(command: str,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
     assert main(*command.split()) == (125 if command[:3] in ("run", "-y ", "-- ") else 1)
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines() == [f"sandbox: {NO_ENGINE}", "  install docker or podman"]
@@ -107,7 +111,8 @@ def test_output_that_cannot_be_written_is_no_crash() -> None:
     os.close(read)
     full = os.open("/dev/full", os.O_WRONLY)
     for fd, status, words in ((write, 141, ""), (full, 1, "sandbox: output: No space left")):
-        answer = subprocess.run([*OURS, "config", "show"], stdout=fd, stderr=subprocess.PIPE, text=True)
+        answer = subprocess.run([*OURS, "config", "show"], stdout=fd, stderr=subprocess.PIPE,
+                                text=True)
         assert answer.returncode == status and answer.stderr.startswith(words) and answer.stderr.count("\n") <= 2
         os.close(fd)
 
@@ -115,7 +120,8 @@ def test_output_that_cannot_be_written_is_no_crash() -> None:
 def test_closed_streams_are_no_crash() -> None:
     for command in ("run -x true <&- >&-", "config command <&-", "doctor --fix <&-"):
         script = f'exec "$@" {command}'
-        answer = subprocess.run(["/bin/sh", "-c", script, "sh", *OURS], stderr=subprocess.PIPE, text=True)
+        answer = subprocess.run(["/bin/sh", "-c", script, "sh", *OURS], stderr=subprocess.PIPE,
+                                text=True)
         assert "Traceback" not in answer.stderr and answer.returncode in (1, 125), answer.stderr
 
 
@@ -175,7 +181,8 @@ def test_how_x_and_the_dashes_divide_the_line(
 
 
 def test_the_dashes_after_config_command_belong_to_the_agent() -> None:
-    args = sandbox.argparse_of("config", ["command", "-y", "c", "--reveal", "--", "show", "--reveal"])
+    args = sandbox.argparse_of("config",
+                               ["command", "-y", "c", "--reveal", "--", "show", "--reveal"])
     assert (args.what, args.yolo, args.reveal, args.agent_args) == ("command", "c", True, ["show", "--reveal"])
 
 
@@ -203,7 +210,8 @@ def test_the_dashes_after_config_command_belong_to_the_agent() -> None:
     ],
 )
 def test_what_is_offered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, included: list[str], excluded: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, included: list[str],
+    excluded: list[str]
 ) -> None:
     profiles: dict[str, object] = {"work": {}, "play": {}, "a b": {}, "$(id)": {}}
     (tmp_path / "sandbox.json").write_text(json.dumps({"runs": profiles}))
@@ -218,7 +226,8 @@ def test_a_completion_script_is_valid(shell: str, capsys: pytest.CaptureFixture[
     program = shutil.which(shell, path=os.defpath + ":/usr/local/bin:/opt/homebrew/bin")
     assert program, f"{shell} is not installed: tests/prepare does that"
     script = capsys.readouterr().out
-    answer = subprocess.run([program, "-n", "/dev/stdin"], input=script, capture_output=True, text=True)
+    answer = subprocess.run([program, "-n", "/dev/stdin"], input=script, capture_output=True,
+                            text=True)
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
@@ -254,17 +263,21 @@ def test_names_of_sessions_are_offered(engine: Engine, project: Path, name: str)
 # --- config command ---
 
 TEXT = "first 'line'\nsecond \"line\" $HOME `id` \\ ünïcode €\n\nlast"
-PRINT = ["-x", "sh", "-c", 'printf "%s|" "$TEXT" "$API_KEY" "$OUR_PROFILE" "$@"; pwd; id -u', "sh", "a b", "'", ""]
+PRINT = ["-x", "sh", "-c", 'printf "%s|" "$TEXT" "$API_KEY" "$OUR_PROFILE" "$@"; pwd; id -u', "sh",
+         "a b", "'", ""]
 
 
 def paste(engine: Engine, lines: str) -> subprocess.CompletedProcess[str]:
     """Give the lines to a shell, as a person does."""
-    return subprocess.run(["sh", "-c", lines], capture_output=True, text=True, timeout=120, **engine.where())
+    return subprocess.run(["sh", "-c", lines], capture_output=True, text=True, timeout=120,
+                          **engine.where())
 
 
-def test_the_printed_commands_do_what_run_does(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_the_printed_commands_do_what_run_does(engine: Engine, project: Path, home: Path,
+                                               name: str) -> None:
     (home / "a.env").write_text("export API_KEY='so hush'\n")
-    write_config(home, env={"TEXT": TEXT}, runs={"p": {"envFile": [f"{home}/a.env"], "env": {"OUR_PROFILE": "grüß"}}})
+    write_config(home, env={"TEXT": TEXT},
+                 runs={"p": {"envFile": [f"{home}/a.env"], "env": {"OUR_PROFILE": "grüß"}}})
     os.chmod(home / "a.env", 0o644)
     options = ["-r", "p", "-v", f"{home}:/home two:ro"]
     printed = engine.sandbox("config", "command", "-n", name, *options, "--reveal", *PRINT)
@@ -284,7 +297,8 @@ def test_the_printed_commands_do_what_run_does(engine: Engine, project: Path, ho
     assert paste(engine, again.stdout).stdout == expected.stdout
 
 
-def test_secrets_are_masked_in_the_printed_commands(engine: Engine, project: Path, name: str) -> None:
+def test_secrets_are_masked_in_the_printed_commands(engine: Engine, project: Path,
+                                                    name: str) -> None:
     variables = ["-e", "API_KEY=hush1", "-e", "DB_PASSWORD=hush2\nhush3", "-e", "MODEL=opus"]
     printed = engine.sandbox("config", "command", "-n", name, *variables, "-x", "env")
     first, *_ = printed.stdout.splitlines()
@@ -293,16 +307,19 @@ def test_secrets_are_masked_in_the_printed_commands(engine: Engine, project: Pat
     assert "MODEL=opus\n" in paste(engine, printed.stdout).stdout
 
 
-def test_a_stopped_container_is_started_and_a_passing_one_removed(engine: Engine, project: Path, name: str) -> None:
+def test_a_stopped_container_is_started_and_a_passing_one_removed(engine: Engine, project: Path,
+                                                                  name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "echo kept >/tmp/state")
     engine.run("stop", name)
-    printed = engine.sandbox("config", "command", "-n", name, "--rm-on-exit", "-x", "cat", "/tmp/state")
+    printed = engine.sandbox("config", "command", "-n", name, "--rm-on-exit", "-x", "cat",
+                             "/tmp/state")
     pasted = paste(engine, printed.stdout)
     assert "kept\n" in pasted.stdout and pasted.returncode == 0, pasted.stderr
     assert name not in engine.sandbox("ps", "-q").stdout.split()
 
 
-def test_a_name_is_never_taken_for_the_start_of_an_id(engine: Engine, project: Path, name: str) -> None:
+def test_a_name_is_never_taken_for_the_start_of_an_id(engine: Engine, project: Path,
+                                                      name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
     short = engine.run("container", "inspect", "--format", "{{.Id}}", name).stdout[:12]
     assert f"--name {short} " in engine.sandbox("config", "command", "-n", short, "-x", "true").stdout

@@ -63,7 +63,8 @@ class Tool:
 
 
 @pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+         capsys: pytest.CaptureFixture[str]) -> Tool:
     tool = Tool(tmp_path, capsys)
     for folder in (tool.person, tool.project, tmp_path / "bin"):
         folder.mkdir()
@@ -71,7 +72,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         program = tmp_path / "bin" / engine
         program.write_text(f"#!/bin/sh\n: >'{tool.called}'\nexit 1\n")
         program.chmod(0o755)
-    ours = ("SANDBOX_RUNTIME", "SANDBOX_SERVER_USER", "SANDBOX_SERVER_PASS", "DOCKER_HOST", "CONTAINER_HOST",
+    ours = ("SANDBOX_RUNTIME", "SANDBOX_SERVER_USER", "SANDBOX_SERVER_PASS", "DOCKER_HOST",
+            "CONTAINER_HOST",
             "CODEX_HOME", "CLAUDE_CONFIG_DIR")
     for name in (*ours, *(name for _, names in sandbox.INIT_SOURCES.values() for name in names)):
         monkeypatch.delenv(name, raising=False)
@@ -97,16 +99,20 @@ def test_without_a_file_the_defaults_hold(tool: Tool) -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 7))
-def test_of_the_six_steps_the_last_that_sets_a_variable_wins(tool: Tool, tmp_path: Path, steps: int) -> None:
+def test_of_the_six_steps_the_last_that_sets_a_variable_wins(tool: Tool, tmp_path: Path,
+                                                             steps: int) -> None:
     files = [tmp_path / f"{step}.env" for step in (1, 2, 3)]
     for step, file in enumerate(files, 1):
         file.write_text(f"# step\nexport V={step}\nONLY{step}=x\n" if step <= steps else "")
-    env = {step: {"V": str(step), f"ONLY{step}": "x"} if step <= steps else {} for step in (4, 5, 6)}
+    env = {step: {"V": str(step), f"ONLY{step}": "x"} if step <= steps else {}
+           for step in (4, 5, 6)}
     profile = {"envFile": [str(files[1])], "env": env[5]}
-    tool.configure(envFile=[str(files[0])], env=env[4], runs={"p": profile, "other": {"env": {"V": "no"}}})
+    tool.configure(envFile=[str(files[0])], env=env[4],
+                   runs={"p": profile, "other": {"env": {"V": "no"}}})
     flags = [word for name, value in env[6].items() for word in ("-e", f"{name}={value}")]
     found = tool.show("-r", "p", "--ef", str(files[2]), *flags)["env"]
-    sources = [*(f"{file}:2" for file in files), f"{tool.path}: env.V", f"{tool.path}: runs.p.env.V", "-e"]
+    sources = [*(f"{file}:2" for file in files), f"{tool.path}: env.V",
+               f"{tool.path}: runs.p.env.V", "-e"]
     assert found["V"] == {"value": str(steps), "source": sources[steps - 1]}
     assert set(found) == {"V", *(f"ONLY{step}" for step in range(1, steps + 1))}
 
@@ -121,7 +127,8 @@ POOL: dict[str, list[Any]] = {
     "envFile": [["/1"], ["/2", "/3"], ["/3", "/1"]],
     "env": [{}, {"A": "4", "B": "4"}, {"B": "5"}, {"C": "6"}],
 }
-FILES = {"/1": {"A": ("1", 1), "C": ("1", 2)}, "/2": {"A": ("2", 1), "D": ("2", 2)}, "/3": {"C": ("3", 1)}}
+FILES = {"/1": {"A": ("1", 1), "C": ("1", 2)}, "/2": {"A": ("2", 1), "D": ("2", 2)},
+         "/3": {"C": ("3", 1)}}
 
 
 def reference(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -143,19 +150,22 @@ def test_any_layers_merge_as_the_reference_says() -> None:
         layers: list[dict[str, Any]] = [{"env": {}}]
         for _ in range(chance.randrange(1, 5)):
             keys = chance.sample(list(POOL), chance.randrange(len(POOL)))
-            layers.append({key: chance.choice(POOL[key]) for key in keys if key != "yolo" or "command" not in keys})
+            layers.append({key: chance.choice(POOL[key]) for key in keys
+                           if key != "yolo" or "command" not in keys})
         checked = [sandbox.Layer(values, f"layer {n}: ") for n, values in enumerate(layers)]
         settings = sandbox.merge(checked)
         names = {"c": "claude", "cx": "codex"}
         expected, expected_env = reference([{**x, "yolo": names[x["yolo"]]} if "yolo" in x else x for x in layers])
-        found = {k: [s[0] for s in v] if k in sandbox.LISTS else v[-1][0] for k, v in settings.items()}
+        found = {k: [s[0] for s in v] if k in sandbox.LISTS else v[-1][0]
+                 for k, v in settings.items()}
         assert found == expected
         env = sandbox.merge_env(checked, FILES.__getitem__)
         assert {name: setting[0] for name, setting in env.items()} == expected_env
 
 
 def test_a_value_says_where_it_comes_from(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool.configure(memory="1g", cpus=2, volumes=["/a:/a"], runs={"p": {"cpus": 1.5, "volumes": ["~/b:/b:ro"]}})
+    tool.configure(memory="1g", cpus=2, volumes=["/a:/a"],
+                   runs={"p": {"cpus": 1.5, "volumes": ["~/b:/b:ro"]}})
     monkeypatch.setenv("SANDBOX_RUNTIME", "podman")
     found = tool.show("-r", "p", "-v", "/c:/c", "--iv", "2.0-full")
     assert found["memory"] == {"value": "1g", "source": f"{tool.path}: memory"}
@@ -183,7 +193,8 @@ def test_the_higher_of_yolo_and_command_counts(tool: Tool) -> None:
         assert found[key]["value"] == value and len({"yolo", "command"} & set(found)) == 1
 
 
-@pytest.mark.parametrize(("key", "flag", "low", "high"), [("imageVersion", "--iv", "1.0-common", "2-full")])
+@pytest.mark.parametrize(("key", "flag", "low", "high"),
+                         [("imageVersion", "--iv", "1.0-common", "2-full")])
 def test_the_command_line_overrides_the_profile_overrides_the_file(
     tool: Tool, key: str, flag: str, low: str, high: str
 ) -> None:
@@ -192,7 +203,8 @@ def test_the_command_line_overrides_the_profile_overrides_the_file(
 
 
 @pytest.mark.parametrize(
-    ("key", "variable"), [("serverUser", "SANDBOX_SERVER_USER"), ("serverPass", "SANDBOX_SERVER_PASS")]
+    ("key", "variable"),
+    [("serverUser", "SANDBOX_SERVER_USER"), ("serverPass", "SANDBOX_SERVER_PASS")]
 )
 def test_credentials_come_from_profile_file_variable_default(
     tool: Tool, monkeypatch: pytest.MonkeyPatch, key: str, variable: str
@@ -205,7 +217,8 @@ def test_credentials_come_from_profile_file_variable_default(
     assert tool.value(key, "-r", "p") == "of the profile"
 
 
-def test_the_engine_comes_from_flag_variable_profile_file(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_comes_from_flag_variable_profile_file(tool: Tool,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     tool.configure(runtime="docker", runs={"p": {"runtime": "podman"}})
     assert (tool.value("runtime"), tool.value("runtime", "-r", "p")) == ("docker", "podman")
     monkeypatch.setenv("SANDBOX_RUNTIME", "docker")
@@ -244,7 +257,8 @@ BROKEN: list[tuple[str, list[str]]] = [
     ('{"yolo": ' + "[" * 980 + "]" * 980 + "}", []),
     ('{"pidsLimit": ' + "1" * 5000 + "}", ["digits"]),
     ('{"volume": ["/a:/b"]}', [": volume: unknown key (did you mean volumes?)", "imageVersion"]),
-    ('{"runs": {"p": {"imageversion": "1-x"}}}', ["runs.p.imageversion: unknown key (did you mean imageVersion?)"]),
+    ('{"runs": {"p": {"imageversion": "1-x"}}}',
+     ["runs.p.imageversion: unknown key (did you mean imageVersion?)"]),
     ('{"runs": {"p": {"runs": {}}}}', ["runs.p.runs: unknown key"]),
     ('{"": 1}', ["unknown key"]),
     ('{"yolo": "claud"}', [": yolo: 'claud' is not an agent", "did you mean claude?"]),
@@ -263,8 +277,10 @@ BROKEN: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "words"), BROKEN, ids=[text[:30] for text, _ in BROKEN])
-@pytest.mark.parametrize("command", ["config show", "config command", "run", "--rm-on-exit -x true"])
-def test_a_wrong_file_ends_every_command_with_one_error(tool: Tool, text: str, words: list[str], command: str) -> None:
+@pytest.mark.parametrize("command",
+                         ["config show", "config command", "run", "--rm-on-exit -x true"])
+def test_a_wrong_file_ends_every_command_with_one_error(tool: Tool, text: str, words: list[str],
+                                                        command: str) -> None:
     tool.write(text)
     options = ("-r", "p") if '"p"' in text else ()
     first, *rest = command.split()
@@ -380,7 +396,8 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("command", "make test", "make test"),
     ("command", ["printf", "", "a b"], ["printf", "", "a b"]),
     ("network", "none", "none"),
-    ("network", {"allow": ["example.org", "*.example.org:443"]}, {"allow": ["example.org", "*.example.org:443"]}),
+    ("network", {"allow": ["example.org", "*.example.org:443"]},
+     {"allow": ["example.org", "*.example.org:443"]}),
     ("agentPromptCommand", "claude -p {prompt}", "claude -p {prompt}"),
     ("autostart", "", ""),
     *(("yolo", word, name) for name, words in {
@@ -401,33 +418,39 @@ def test_a_good_value_is_normalised(key: str, value: Any, normal: Any) -> None:
 
 
 BAD: dict[str, list[Any]] = {
-    "volumes": ["", "/a", "a:/b", "/a:b", "/a:/b:", "/a:/b:x", "/a:/b:ro:z", "/a:/", "/a://", "/a:/b/..", "::", 7],
-    "ports": ["", "80", "0:80", "80:0", "65536:80", "80:80/sctp", "a:b", "1:2:3:4", ":80:80", "80:", "٣:80", "-1:80"]
+    "volumes": ["", "/a", "a:/b", "/a:b", "/a:/b:", "/a:/b:x", "/a:/b:ro:z", "/a:/", "/a://",
+                "/a:/b/..", "::", 7],
+    "ports": ["", "80", "0:80", "80:0", "65536:80", "80:80/sctp", "a:b", "1:2:3:4", ":80:80", "80:",
+              "٣:80", "-1:80"]
     + ["localhost x:80:80", "-a:80:80", "[::1:80:80", "1" * 5000 + ":80"],
     "imageBuildArgs": ["", "A", "=x", "1A=x", "A B=x"],
     "imageName": ["", "A", "a:1", "host:5000", "a/", "a b", "ä", "-a", "/a", "a//b", "..", "a\n"],
-    "imageVersion": ["", "1.0", "latest", "1.0-", "-common", "v1-x", "1..0-x", "1-x y", "²-x", "1-ä", "1-" + "x" * 100],
+    "imageVersion": ["", "1.0", "latest", "1.0-", "-common", "v1-x", "1..0-x", "1-x y", "²-x",
+                     "1-ä", "1-" + "x" * 100],
     "containerName": ["", "a", "-ab", ".ab", "a b", "ä1", "a/b", "a" * 129, "ab\n"],
     "hostPath": ["", "x", "./x", "~user/x", "/a\0"],
     "memory": ["", "g", "0g", "-1g", "1.5g", "4kk", "4gk", "4bg", "4 g", "٤g", "1e3", 4],
     "cpus": [0, -1, "", "x", "nan", "inf", 1e9, True, "1_0", [], "1" * 5000],
     "pidsLimit": [0, -1, 1.5, "1.0", "", True, "²", "1" * 5000, 10**30],
     "command": ["", " \n", [], [""], ["", "x"], ["a", 1], ["a\0"], {}],
-    "network": ["", "bridge", {}, {"allow": "x"}, {"allow": [""]}, {"allow": [1]}, {"allow": [], "refuse": []},
+    "network": ["", "bridge", {}, {"allow": "x"}, {"allow": [""]}, {"allow": [1]},
+                {"allow": [], "refuse": []},
                 {"allow": ["a" * 64 + ".example.org"]}],
     "yolo": ["", "C", "agent-e", [], {}],
     "serverUser": ["", 7],
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values], ids=short)
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items()
+                                            for value in values], ids=short)
 def test_a_bad_value_is_refused_with_a_reason(key: str, value: Any) -> None:
     with pytest.raises(ValueError) as error:
         sandbox.check_value(key, [value] if key in sandbox.LISTS else value)
     assert error.type is ValueError and "Exceeds the limit" not in str(error.value)
 
 
-def test_an_engines_socket_is_not_mounted_unless_wanted(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_socket_is_not_mounted_unless_wanted(tool: Tool,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tool.person / "run"
     folder.mkdir()
     (folder / "engine").touch()
@@ -465,11 +488,13 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1m\u202e\u2028\r"
         ({}, ["doctor"]),
     ],
 )
-def test_no_word_of_a_path_or_a_file_acts_on_the_terminal(tool: Tool, config: dict[str, Any], argv: list[str]) -> None:
+def test_no_word_of_a_path_or_a_file_acts_on_the_terminal(tool: Tool, config: dict[str, Any],
+                                                          argv: list[str]) -> None:
     tool.configure(**config)
     if argv == ["doctor"]:
         tool.home.rename(tool.home.with_name("\u202e"))
-        os.environ["SANDBOX_HOME"] = str(tool.home.with_name("\u202e"))  # which the fixture sets back
+        # which the fixture sets back
+        os.environ["SANDBOX_HOME"] = str(tool.home.with_name("\u202e"))
     status, out, err = tool(*argv)
     assert status and err + out
     assert [c for c in out + err if not c.isprintable() and c != "\n"] == []
@@ -501,7 +526,8 @@ ADOPTED = {
 
 
 @pytest.mark.parametrize("agent", ADOPTED)
-def test_init_makes_a_profile_of_an_agents_settings(tool: Tool, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
+def test_init_makes_a_profile_of_an_agents_settings(tool: Tool, monkeypatch: pytest.MonkeyPatch,
+                                                    agent: str) -> None:
     file, variable, _ = ADOPTED[agent]
     put(tool.person / file)
     monkeypatch.setenv(variable, "hush")
@@ -534,7 +560,8 @@ def test_init_with_nothing_to_adopt_says_so(tool: Tool) -> None:
     assert status == 0 and err.startswith("sandbox: nothing ") and tool.show()["env"] == {}
 
 
-def test_init_leaves_a_profile_that_exists_as_it_is(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_leaves_a_profile_that_exists_as_it_is(tool: Tool,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     tool.configure(runs={"claude": {"command": "mine"}})
     put(tool.home / "env/claude.env", "MINE=1\n")
     monkeypatch.setenv("ANTHROPIC_API_KEY", "hush")
@@ -543,12 +570,16 @@ def test_init_leaves_a_profile_that_exists_as_it_is(tool: Tool, monkeypatch: pyt
     assert status == 0 and "runs.claude exists" in err and "--force" in err and contents(tool.home) == before
 
 
-def test_init_force_renews_a_profile_and_loses_nothing(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_force_renews_a_profile_and_loses_nothing(tool: Tool,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     file = put(tool.home / "env/claude.env", "# mine\nexport MINE='1'\nANTHROPIC_MODEL=old\n")
     other = put(tool.home / "env/other.env", "OTHER=1\n")
     auth = put(tool.person / ".claude/.credentials.json")
-    profile: dict[str, Any] = {"memory": "1g", "volumes": ["/a:/b", f"{auth}:/home/agent/.claude/.credentials.json:ro"]}
-    profile |= {"envFile": [str(other), str(file)], "env": {"ANTHROPIC_API_KEY": "stale", "MORE": "ü"}}
+    profile: dict[str, Any] = {"memory": "1g",
+                               "volumes": ["/a:/b",
+                                           f"{auth}:/home/agent/.claude/.credentials.json:ro"]}
+    profile |= {"envFile": [str(other), str(file)],
+                "env": {"ANTHROPIC_API_KEY": "stale", "MORE": "ü"}}
     tool.configure(cpus=1, serverPass="hush", runs={"claude": profile, "ü": {"yolo": "cx"}})
     monkeypatch.setenv("ANTHROPIC_API_KEY", "new")
     monkeypatch.setenv("ANTHROPIC_MODEL", "new")
@@ -564,18 +595,21 @@ def test_init_force_renews_a_profile_and_loses_nothing(tool: Tool, monkeypatch: 
         assert "# mine" in file.read_text() and mode(file) == mode(tool.path) == 0o600
 
 
-def test_init_keeps_an_env_file_that_no_profile_names(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_keeps_an_env_file_that_no_profile_names(tool: Tool,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     put(tool.home / "env/codex.env", "MINE=1\n")
     monkeypatch.setenv("OPENAI_API_KEY", "hush")
     assert tool("init")[0] == 0
     assert {"MINE", "OPENAI_API_KEY"} <= set(tool.show("-r", "codex")["env"])
 
 
-VALUES = [" ", "a b", "'", '"', "\\", "$HOME", "`id`", "#x", "ü漢", "x\r", "\udcff", "a\nb\n", '{\n  "k": "v"\n}']
+VALUES = [" ", "a b", "'", '"', "\\", "$HOME", "`id`", "#x", "ü漢", "x\r", "\udcff", "a\nb\n",
+          '{\n  "k": "v"\n}']
 
 
 @pytest.mark.parametrize("value", VALUES, ids=ascii)
-def test_init_keeps_any_value_whole(tool: Tool, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_init_keeps_any_value_whole(tool: Tool, monkeypatch: pytest.MonkeyPatch,
+                                    value: str) -> None:
     monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", value)
     monkeypatch.setenv("GEMINI_API_KEY", "hush")
     assert tool("init")[0] == 0
@@ -583,11 +617,13 @@ def test_init_keeps_any_value_whole(tool: Tool, monkeypatch: pytest.MonkeyPatch,
     assert config.env()["OPENCODE_CONFIG_CONTENT"][0] == value
 
 
-WRONG = ["{", '{"a": 1}', '{"runs": {"claude": {"volumes": null}}}', '{"runs": {"codex": {"yolo": []}}}']
+WRONG = ["{", '{"a": 1}', '{"runs": {"claude": {"volumes": null}}}',
+         '{"runs": {"codex": {"yolo": []}}}']
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_init_does_not_touch_a_wrong_file(tool: Tool, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_init_does_not_touch_a_wrong_file(tool: Tool, monkeypatch: pytest.MonkeyPatch,
+                                          text: str) -> None:
     tool.write(text)
     monkeypatch.setenv("ANTHROPIC_API_KEY", "hush")
     before = contents(tool.home)
@@ -596,7 +632,8 @@ def test_init_does_not_touch_a_wrong_file(tool: Tool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("call", ["open", "fsync", "replace"])
-def test_a_full_disk_leaves_the_file_as_it_was(tool: Tool, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_full_disk_leaves_the_file_as_it_was(tool: Tool, monkeypatch: pytest.MonkeyPatch,
+                                               call: str) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -79,29 +79,35 @@ class TestNoEngine:
     def test_root_is_offered_docker_and_anybody_else_podman(self, engine: Engine) -> None:
         env = {"PATH": path_of(engine, "apt-get"), "SANDBOX_RUNTIME": ""}
         for part in [" docker.io"] if engine.user == "root" else [" podman uidmap", "ask an administrator to run: "]:
-            assert_refused(engine, "engine", "neither docker nor podman is installed", part, env=env)
+            assert_refused(engine, "engine", "neither docker nor podman is installed", part,
+                           env=env)
 
     @docker_only
     def test_with_no_package_manager_we_know_the_remedy_is_a_word(self, engine: Engine) -> None:
         env = {"PATH": path_of(engine)}
-        assert_refused(engine, "engine", "docker is not installed", "install docker or podman", env=env)
+        assert_refused(engine, "engine", "docker is not installed", "install docker or podman",
+                       env=env)
 
 
 @docker_only
 def test_a_closed_socket_names_the_group_and_what_it_means(engine: Engine, project: Path) -> None:
-    where: dict[str, Any] = {"user": "nobody", "cwd": engine.directory("nobody"), "home": engine.directory("nobody")}
+    where: dict[str, Any] = {"user": "nobody", "cwd": engine.directory("nobody"),
+                             "home": engine.directory("nobody")}
     write_config(where["home"])
     for remedy in ("usermod -aG docker nobody", "as good as root"):
         assert_refused(engine, "permission", "permission denied", remedy, **where)
 
 
 @docker_only
-def test_a_docker_host_that_does_not_answer_is_named(engine: Engine, home: Path, project: Path) -> None:
-    assert_refused(engine, "daemon", f"Cannot connect to the Docker daemon at {NOWHERE}", "DOCKER_HOST",
+def test_a_docker_host_that_does_not_answer_is_named(engine: Engine, home: Path,
+                                                     project: Path) -> None:
+    assert_refused(engine, "daemon", f"Cannot connect to the Docker daemon at {NOWHERE}",
+                   "DOCKER_HOST",
                    env={"DOCKER_HOST": NOWHERE})  # fmt: skip
 
 
-def test_a_missing_image_is_named_with_the_build_that_makes_it(engine: Engine, home: Path, project: Path) -> None:
+def test_a_missing_image_is_named_with_the_build_that_makes_it(engine: Engine, home: Path,
+                                                               project: Path) -> None:
     write_config(home, imageVersion="9.9-none")
     build = f"sandbox build --rt {engine.runtime} --iv 9.9-none --in {IMAGE_NAME}"
     assert_refused(engine, "image", f"{engine.runtime} has no image {IMAGE_NAME}:9.9-none", build)
@@ -123,13 +129,15 @@ def test_an_engine_below_our_minimum(engine: Engine, home: Path, project: Path) 
 
     def future(*args: str) -> Result:
         argv = [PYTHON, "-c", code, engine.runtime, *args]
-        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **where)
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=60, **where)
 
     ran = future("run", "-x", "true")
     assert (ran.returncode, ran.stdout) == (125, "")
     message = "is too old: 999.0 is the oldest that works"
     assert message in ran.stderr and f"(upgrade {engine.runtime})" in ran.stderr
-    assert_doctor_says(read_doctor(future("doctor", "--json")), "version", message, f"upgrade {engine.runtime}")
+    assert_doctor_says(read_doctor(future("doctor", "--json")), "version", message,
+                       f"upgrade {engine.runtime}")
     assert_nothing_left(engine, project, home)
 
 
@@ -181,7 +189,8 @@ def test_configuration_environment_and_flag_choose(
 
 
 @podman_only
-def test_podman_is_used_where_docker_does_not_answer(engine: Engine, home: Path, project: Path, name: str) -> None:
+def test_podman_is_used_where_docker_does_not_answer(engine: Engine, home: Path, project: Path,
+                                                     name: str) -> None:
     env = {"SANDBOX_RUNTIME": "", "DOCKER_HOST": NOWHERE}
     ran = engine.sandbox("run", "-n", name, "-x", "echo from podman", env=env)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "from podman\n", "")
@@ -191,10 +200,12 @@ def test_podman_is_used_where_docker_does_not_answer(engine: Engine, home: Path,
 
 
 @pytest.mark.parametrize("engine", ["rootless"], indirect=True)
-def test_podman_is_used_where_docker_is_closed_to_the_person(engine: Engine, home: Path, project: Path) -> None:
+def test_podman_is_used_where_docker_is_closed_to_the_person(engine: Engine, home: Path,
+                                                             project: Path) -> None:
     where = {**engine.where(env={"SANDBOX_RUNTIME": ""}), "extra_groups": []}
     argv = engine.sandbox_argv("run", "--rm-on-exit", "-x", "echo from podman")
-    ran = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **where)
+    ran = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+                         **where)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "from podman\n", "")
 
 
@@ -215,7 +226,8 @@ class TestDaemonDown:
         message, remedy = "Cannot connect to the Docker daemon", "dockerd"
         ran = machine.sandbox("run", "-x", "true")
         assert (ran.returncode, ran.stdout) == (125, "") and message in ran.stderr and remedy in ran.stderr
-        assert_doctor_says(read_doctor(machine.sandbox("doctor", "--json")), "daemon", message, remedy)
+        assert_doctor_says(read_doctor(machine.sandbox("doctor", "--json")), "daemon", message,
+                           remedy)
         assert machine.run("pgrep", "-x", "dockerd").returncode == 1
 
     def test_yes_starts_it_and_the_run_goes_on(self, machine: Machine, name: str) -> None:
@@ -235,7 +247,8 @@ class TestDaemonDown:
             terminal.send("y\n")
             terminal.expect("it works\r\n")
 
-    def test_after_a_crash_it_is_started_and_the_session_goes_on(self, machine: Machine, name: str) -> None:
+    def test_after_a_crash_it_is_started_and_the_session_goes_on(self, machine: Machine,
+                                                                 name: str) -> None:
         machine.start_dockerd()
         assert machine.sandbox("run", "-n", name, "-x", "echo kept > /tmp/file").returncode == 0
         machine.run("pkill", "-KILL", "-x", "dockerd")
@@ -247,7 +260,8 @@ class TestDaemonDown:
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", "\x04", "\x03"])
-def test_a_remedy_that_is_declined_changes_nothing(engine: Engine, home: Path, project: Path, answer: str) -> None:
+def test_a_remedy_that_is_declined_changes_nothing(engine: Engine, home: Path, project: Path,
+                                                   answer: str) -> None:
     write_config(home, imageVersion="9.9-none")
     with engine.pty("run", "-x", "true") as terminal:
         terminal.expect("has no image")
@@ -266,7 +280,8 @@ def test_doctor_finds_all_well_but_an_image_without_agents(engine: Engine, home:
     status, rows = doctor(engine)
     assert status == 0
     network = ["network"] if engine.runtime == "podman" else []
-    order = ["engine", "permission", "daemon", "version", "image", *network, "agents", "disk", "configuration"]
+    order = ["engine", "permission", "daemon", "version", "image", *network, "agents", "disk",
+             "configuration"]
     assert list(rows) == order
     assert all(set(row) == {"check", "status", "detail", "remedy"} for row in rows.values())
     assert [name for name in order if name not in ("agents", "disk") and rows[name]["status"] != "ok"] == []
@@ -279,12 +294,14 @@ def test_doctor_finds_all_well_but_an_image_without_agents(engine: Engine, home:
     assert "--update-agents" in agents["remedy"]
 
 
-def test_doctor_prints_a_line_for_each_check_and_one_for_its_remedy(engine: Engine, home: Path) -> None:
+def test_doctor_prints_a_line_for_each_check_and_one_for_its_remedy(engine: Engine,
+                                                                    home: Path) -> None:
     answer = engine.sandbox("doctor")
     assert (answer.returncode, answer.stderr) == (0, "")
     lines = answer.stdout.splitlines()
     network = ["network"] if engine.runtime == "podman" else []
-    well = [["ok", check] for check in ("engine", "permission", "daemon", "version", "image", *network)]
+    well = [["ok", check]
+            for check in ("engine", "permission", "daemon", "version", "image", *network)]
     assert [line.split()[:2] for line in lines[: len(well) + 1]] == [*well, ["warn", "agents"]]
     assert lines[len(well) + 1].split()[:3] == ["run:", "sandbox", "build"]
 
@@ -297,11 +314,14 @@ def test_doctor_prints_a_line_for_each_check_and_one_for_its_remedy(engine: Engi
         ("[]", "must be JSON objects"),
         ('{"imageVersio": "1.0-common"}', "unknown key (did you mean imageVersion?)"),
         ('{"runs": {"a": {}, "b": {"volumes": "/x:/y"}}}', "runs.b.volumes: it is not an array"),
-        ('{"runs": {"a": {"envFile": ["/nonexistent.env"]}}}', "env file /nonexistent.env: No such file"),
-        ('{"runs": {"a": {"envFile": ["relative.env"]}}}', "'relative.env' is not an absolute path"),
+        ('{"runs": {"a": {"envFile": ["/nonexistent.env"]}}}',
+         "env file /nonexistent.env: No such file"),
+        ('{"runs": {"a": {"envFile": ["relative.env"]}}}',
+         "'relative.env' is not an absolute path"),
     ],
 )
-def test_doctor_reads_all_of_the_configuration(engine: Engine, home: Path, text: str, message: str) -> None:
+def test_doctor_reads_all_of_the_configuration(engine: Engine, home: Path, text: str,
+                                               message: str) -> None:
     (home / "sandbox.json").write_text(text)
     status, rows = doctor(engine, env={"PATH": path_of(engine)})
     assert (status, rows["configuration"]["status"]) == (1, "fail") and message in rows["configuration"]["detail"]

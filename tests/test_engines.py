@@ -54,7 +54,8 @@ def test_create_reuse_restart_remove(engine: Engine, project: Path, name: str) -
     assert name not in container_names(engine)
 
 
-def test_two_runs_racing_for_one_name_share_one_container(engine: Engine, project: Path, name: str) -> None:
+def test_two_runs_racing_for_one_name_share_one_container(engine: Engine, project: Path,
+                                                          name: str) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         runs = [pool.submit(engine.sandbox, "run", "-n", name, "-x", "hostname") for _ in range(4)]
         results = [run.result() for run in runs]
@@ -70,7 +71,8 @@ def test_two_projects_of_one_name_never_share_a_container(engine: Engine, home: 
         os.chown(parent / "app", engine.uid, engine.gid)
         projects.append(parent / "app")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = [pool.submit(engine.sandbox, "run", "-x", "hostname; pwd", cwd=p) for p in projects for _ in range(2)]
+        runs = [pool.submit(engine.sandbox, "run", "-x", "hostname; pwd", cwd=p) for p in projects
+                for _ in range(2)]
         results = [run.result().stdout.split() for run in runs]
     assert len({host for host, _ in results}) == 4
     assert [directory for _, directory in results] == [str(p) for p in projects for _ in range(2)]
@@ -79,7 +81,8 @@ def test_two_projects_of_one_name_never_share_a_container(engine: Engine, home: 
     assert len(names) == 4 and all(n.startswith("app-") for n in names)
 
 
-def test_a_container_that_is_not_ours_is_never_touched(engine: Engine, project: Path, name: str) -> None:
+def test_a_container_that_is_not_ours_is_never_touched(engine: Engine, project: Path,
+                                                       name: str) -> None:
     engine.run("run", "-d", "--name", name, IMAGE, "sleep", "1000")
     try:
         before = inspect(engine, name)["State"]
@@ -92,7 +95,8 @@ def test_a_container_that_is_not_ours_is_never_touched(engine: Engine, project: 
         engine.run("rm", "-f", name)
 
 
-def test_rm_removes_what_exists_and_names_what_does_not(engine: Engine, project: Path, name: str) -> None:
+def test_rm_removes_what_exists_and_names_what_does_not(engine: Engine, project: Path,
+                                                        name: str) -> None:
     for suffix in ("a", "b"):
         engine.sandbox("run", "-n", name + suffix, "-x", "true")
     settings = engine.home / "sessions" / f"{name}a.json"
@@ -131,11 +135,13 @@ def test_rm_on_exit_leaves_nothing(engine: Engine, project: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("status", [0, 1, 3, 125, 126, 127, 255])
-def test_the_exit_status_is_passed_on(engine: Engine, project: Path, shared_session: str, status: int) -> None:
+def test_the_exit_status_is_passed_on(engine: Engine, project: Path, shared_session: str,
+                                      status: int) -> None:
     assert engine.sandbox("run", "-n", shared_session, "-x", f"exit {status}").returncode == status
 
 
-def test_a_missing_program_is_127_and_a_file_that_cannot_run_126(engine: Engine, shared_session: str) -> None:
+def test_a_missing_program_is_127_and_a_file_that_cannot_run_126(engine: Engine,
+                                                                 shared_session: str) -> None:
     assert engine.sandbox("run", "-n", shared_session, "-x", "no-such-program").returncode == 127
     assert engine.sandbox("run", "-n", shared_session, "-x", "/etc/passwd").returncode == 126
     assert engine.sandbox("run", "-n", shared_session, "-x", "kill -9 $$").returncode == 137
@@ -166,7 +172,8 @@ def test_stdout_and_stderr_stay_apart(engine: Engine, shared_session: str) -> No
     assert (answer.stdout, answer.stderr) == ("out\n", "err\n")
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("number, status",
+                         [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_process_inside(
     engine: Engine, project: Path, shared_session: str, number: signal.Signals, status: int
 ) -> None:
@@ -178,9 +185,11 @@ def test_a_signal_ends_the_process_inside(
     assert sleeping(engine, shared_session, mark) == 0
 
 
-def test_a_killed_program_that_ignores_the_signal_is_killed(engine: Engine, project: Path, shared_session: str) -> None:
+def test_a_killed_program_that_ignores_the_signal_is_killed(engine: Engine, project: Path,
+                                                            shared_session: str) -> None:
     mark = f"8{os.getpid()}"
-    run = engine.popen("run", "-n", shared_session, "-x", f"trap '' TERM; sleep {mark}; sleep {mark}")
+    run = engine.popen("run", "-n", shared_session, "-x",
+                       f"trap '' TERM; sleep {mark}; sleep {mark}")
     wait_for(lambda: sleeping(engine, shared_session, mark) == 1)
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait(60) == 137
@@ -204,7 +213,8 @@ def wait_for(condition: object, seconds: float = 30) -> None:
 # --- Environment ---
 
 
-def test_the_six_steps_seen_from_inside(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_the_six_steps_seen_from_inside(engine: Engine, project: Path, home: Path,
+                                        name: str) -> None:
     files = {}
     for file, names in {"global": "ABCDEF", "profile": "BCDEF", "flag": "CDEF"}.items():
         files[file] = home / f"{file}.env"
@@ -214,9 +224,11 @@ def test_the_six_steps_seen_from_inside(engine: Engine, project: Path, home: Pat
         home,
         envFile=[str(files["global"])],
         env={f"V_{n}": "global env" for n in "DEF"},
-        runs={"p": {"envFile": [str(files["profile"])], "env": {f"V_{n}": "profile env" for n in "EF"}}},
+        runs={"p": {"envFile": [str(files["profile"])],
+                    "env": {f"V_{n}": "profile env" for n in "EF"}}},
     )
-    answer = engine.sandbox("run", "-n", name, "-r", "p", "--ef", str(files["flag"]), "-e", "V_F=flag", "-x", "env")
+    answer = engine.sandbox("run", "-n", name, "-r", "p", "--ef", str(files["flag"]), "-e",
+                            "V_F=flag", "-x", "env")
     seen = dict(line.split("=", 1) for line in answer.stdout.splitlines() if line.startswith("V_"))
     steps = ["global file", "profile file", "flag file", "global env", "profile env", "flag"]
     assert seen == dict(zip((f"V_{n}" for n in "ABCDEF"), steps, strict=True)), answer.stderr
@@ -252,8 +264,10 @@ def all_commands() -> set[str]:
     return found
 
 
-def test_names_that_the_client_reads_reach_the_container_only(engine: Engine, project: Path, name: str) -> None:
-    values = {"DOCKER_HOST": "tcp://nowhere", "CONTAINER_HOST": "tcp://nowhere", "HTTPS_PROXY": "http://nowhere:1",
+def test_names_that_the_client_reads_reach_the_container_only(engine: Engine, project: Path,
+                                                              name: str) -> None:
+    values = {"DOCKER_HOST": "tcp://nowhere", "CONTAINER_HOST": "tcp://nowhere",
+              "HTTPS_PROXY": "http://nowhere:1",
               "HOME": "/tmp", "PATH": "/bin:/nowhere", "XDG_RUNTIME_DIR": "/nowhere"}  # fmt: skip
     flags = [f"-e{n}={v}" for n, v in values.items()]
     answer = engine.sandbox("run", "-n", name, *flags, "-x", "env")
@@ -273,7 +287,8 @@ def test_a_rotated_key_is_there_at_the_next_run(engine: Engine, project: Path, n
 
 
 def test_created_files_belong_to_the_person(engine: Engine, project: Path, name: str) -> None:
-    answer = engine.sandbox("run", "-n", name, "-x", "mkdir d; touch d/f; touch $HOME/x; id -un; whoami; echo ~")
+    answer = engine.sandbox("run", "-n", name, "-x",
+                            "mkdir d; touch d/f; touch $HOME/x; id -un; whoami; echo ~")
     assert answer.returncode == 0, answer.stderr
     made = [(project / path).stat() for path in ("d", "d/f")]
     assert [(status.st_uid, status.st_gid) for status in made] == [(engine.uid, engine.gid)] * 2
@@ -281,11 +296,13 @@ def test_created_files_belong_to_the_person(engine: Engine, project: Path, name:
 
 
 @pytest.mark.parametrize("engine", ["docker"], indirect=True)
-def test_created_files_belong_to_an_ordinary_user_of_a_rootful_engine(engine: Engine, name: str) -> None:
+def test_created_files_belong_to_an_ordinary_user_of_a_rootful_engine(engine: Engine,
+                                                                      name: str) -> None:
     project, home = engine.directory("sandbox-test"), engine.directory("sandbox-test")
     write_config(home)
     where: dict[str, Any] = {"user": "sandbox-test", "cwd": project, "home": home}
-    answer = engine.sandbox("run", "-n", name, "-x", "touch f; touch ~/x; id -un; echo $HOME; id -u", **where)
+    answer = engine.sandbox("run", "-n", name, "-x",
+                            "touch f; touch ~/x; id -un; echo $HOME; id -u", **where)
     assert answer.returncode == 0, answer.stderr
     status = (project / "f").stat()
     assert answer.stdout.split() == ["agent", "/home/agent", str(status.st_uid)]
@@ -295,18 +312,21 @@ def test_created_files_belong_to_an_ordinary_user_of_a_rootful_engine(engine: En
 @pytest.mark.parametrize("engine", ["docker"], indirect=True)
 def test_what_is_mounted_into_the_home_stays_the_hosts(engine: Engine, name: str) -> None:
     project, home, theirs = (engine.directory("sandbox-test") for _ in range(3))
-    write_config(home, volumes=[f"{theirs}/key:/home/agent/.agent/key:ro", f"{theirs}/dir:/home/agent/.agent/dir"])
+    write_config(home, volumes=[f"{theirs}/key:/home/agent/.agent/key:ro",
+                                f"{theirs}/dir:/home/agent/.agent/dir"])
     (theirs / "key").write_text("key")
     (theirs / "dir").mkdir()
     (theirs / "dir" / "file").touch()
     where: dict[str, Any] = {"user": "sandbox-test", "cwd": project, "home": home}
-    answer = engine.sandbox("run", "-n", name, "-x", "cat ~/.agent/key; touch ~/.agent/state", **where)
+    answer = engine.sandbox("run", "-n", name, "-x", "cat ~/.agent/key; touch ~/.agent/state",
+                            **where)
     assert (answer.returncode, answer.stdout) == (0, "key"), answer.stderr
     assert {p.stat().st_uid for p in (theirs / "key", theirs / "dir", theirs / "dir" / "file")} == {0}
 
 
 @pytest.mark.parametrize("folder", ["plain", "with space", "co,mma", "co:lon", 'quo"te', "ünï"])
-def test_any_directory_is_mounted_at_the_same_path(engine: Engine, project: Path, name: str, folder: str) -> None:
+def test_any_directory_is_mounted_at_the_same_path(engine: Engine, project: Path, name: str,
+                                                   folder: str) -> None:
     directory = project / folder
     directory.mkdir()
     (directory / "seen").write_text("yes")
@@ -315,7 +335,8 @@ def test_any_directory_is_mounted_at_the_same_path(engine: Engine, project: Path
     assert answer.stdout == f"{directory}\nyes", answer.stderr
 
 
-def test_no_path_is_mounted_that_engines_read_in_another_way(engine: Engine, project: Path, name: str) -> None:
+def test_no_path_is_mounted_that_engines_read_in_another_way(engine: Engine, project: Path,
+                                                             name: str) -> None:
     """Go makes U+FFFD of a byte that is not UTF-8, and CSV a line feed of a carriage return with one."""
     odd, meant = os.fsencode(project) + b"/a\377", project / "a\ufffd"
     os.mkdir(odd)
@@ -359,23 +380,27 @@ def test_what_was_mounted_is_what_was_checked(engine: Engine, project: Path, nam
     (project / "victim" / "engine").touch()
     other = "CONTAINER_HOST" if engine.runtime == "docker" else "DOCKER_HOST"
     env = {other: f"unix://{project}/victim/engine"}
-    touch = ["-v", f"{project}/data:/data", "--hp", str(engine.directory()), "-x", "touch", "/data/reached"]
+    touch = ["-v", f"{project}/data:/data", "--hp", str(engine.directory()), "-x", "touch",
+             "/data/reached"]
     assert engine.sandbox("run", "-n", name, *touch, env=env).returncode == 0
     engine.run("stop", "-t", "0", name)
     statuses = []
     with Process([PYTHON, "-c", FLIP, str(project)], start_new_session=True):
         for attempt in range(7):
-            created = engine.sandbox("run", "-n", f"{name}-{attempt}", "--rm-on-exit", *touch, env=env)
+            created = engine.sandbox("run", "-n", f"{name}-{attempt}", "--rm-on-exit", *touch,
+                                     env=env)
             started = engine.sandbox("run", "-n", name, *touch, env=env)
             engine.run("stop", "-t", "0", name)
             statuses += [created.returncode, started.returncode]
     assert not (project / "victim" / "reached").exists(), statuses
-    # 1 where the client could not even look into the container: it mounts what is missing for that, too.
+    # 1 where the client could not even look into the container: it mounts what is missing for that,
+    # too.
     assert 125 in statuses and set(statuses) <= {0, 1, 125}, statuses
 
 
 # With a pause, because runc itself fails where the file changes while it mounts it.
-def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: Path, name: str) -> None:
+def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: Path,
+                                                      name: str) -> None:
     """As agents write their settings: between its mount and the look at the mount table, made here by hand."""
     (project / "file").write_text("whole")
     assert engine.sandbox("run", "-n", name, "-v", f"{project}/file:/x", "-x", "true").returncode == 0
@@ -394,8 +419,10 @@ def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: P
 
 
 @pytest.mark.parametrize("place", ["tmpfs", "bind", "with space", "back\\slash", "file"])
-def test_mounts_of_every_kind_are_recognised(engine: Engine, project: Path, name: str, place: str) -> None:
-    mounts = place in ("tmpfs", "bind") and "rootless" not in engine.id  # whose mount namespace is older
+def test_mounts_of_every_kind_are_recognised(engine: Engine, project: Path, name: str,
+                                             place: str) -> None:
+    # whose mount namespace is older
+    mounts = place in ("tmpfs", "bind") and "rootless" not in engine.id
     if mounts:
         (project / place).mkdir()
         kind = ["-t", "tmpfs", "tmpfs"] if place == "tmpfs" else ["--bind", str(engine.directory())]
@@ -421,7 +448,8 @@ def test_volumes_host_path_and_container_path(engine: Engine, project: Path, nam
     (data / "file").write_text("data")
     (data / "file").chmod(0o644)
     flags = ["--hp", str(project), "--cp", "/code", "-v", f"{data}:/data:ro"]
-    answer = engine.sandbox("run", "-n", name, *flags, "-x", "pwd; cat /data/file; touch /data/new", cwd="/tmp")
+    answer = engine.sandbox("run", "-n", name, *flags, "-x", "pwd; cat /data/file; touch /data/new",
+                            cwd="/tmp")
     assert answer.stdout == "/code\ndata" and "Read-only" in answer.stderr
     assert not (data / "new").exists()
 
@@ -429,14 +457,16 @@ def test_volumes_host_path_and_container_path(engine: Engine, project: Path, nam
 def test_containment(engine: Engine, project: Path, name: str) -> None:
     answer = engine.sandbox("run", "-n", name, "-x", "grep CapBnd /proc/1/status; cat /proc/mounts")
     capabilities = int(answer.stdout.split()[1], 16)
-    dangerous = {"SYS_ADMIN": 21, "SYS_PTRACE": 19, "SYS_MODULE": 16, "NET_ADMIN": 12, "NET_RAW": 13, "MKNOD": 27,
+    dangerous = {"SYS_ADMIN": 21, "SYS_PTRACE": 19, "SYS_MODULE": 16, "NET_ADMIN": 12,
+                 "NET_RAW": 13, "MKNOD": 27,
                  "SYS_RAWIO": 17, "DAC_READ_SEARCH": 2, "SYS_CHROOT": 18}  # fmt: skip
     assert [n for n, bit in dangerous.items() if capabilities >> bit & 1] == []
     assert ".sock" not in answer.stdout
     assert json.dumps(inspect(engine, name)).count("PidsLimit") == 1
 
 
-def test_a_first_run_makes_folders_that_are_private(engine: Engine, project: Path, name: str) -> None:
+def test_a_first_run_makes_folders_that_are_private(engine: Engine, project: Path,
+                                                    name: str) -> None:
     home = engine.directory() / "new" / "home"
     answer = engine.sandbox("run", "-n", name, "--in", IMAGE_NAME, "-x", "true", home=home)
     assert answer.returncode == 0, answer.stderr
@@ -459,7 +489,8 @@ def test_words_of_an_engine_or_a_directory_do_not_act_on_the_terminal(
 # --- Reuse ---
 
 
-def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: Path,
+                                           name: str) -> None:
     data = engine.directory()
     engine.sandbox("run", "-n", name, "-p", "127.0.0.1:18081:80", "--memory", "512m", "-x", "true")
     same = engine.sandbox("run", "-n", name, "-x", "true")
@@ -473,7 +504,8 @@ def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: 
     assert "ports" not in other.stderr
 
 
-def test_a_session_keeps_its_directory_and_profile(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_a_session_keeps_its_directory_and_profile(engine: Engine, project: Path, home: Path,
+                                                   name: str) -> None:
     write_config(home, runs={"p": {"env": {"FROM_PROFILE": "yes"}}})
     engine.sandbox("run", "-n", name, "-r", "p", "-x", "true")
     (project / "sub").mkdir()
@@ -498,7 +530,8 @@ def test_arguments_reach_the_agent_the_container_was_created_with(
     assert engine.sandbox("-n", name).stdout == f"{expected}\n"
 
 
-def test_a_yolo_shortcut_of_agent_d_sets_its_permission(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_a_yolo_shortcut_of_agent_d_sets_its_permission(engine: Engine, project: Path, home: Path,
+                                                        name: str) -> None:
     program = project / "opencode"
     program.write_text('#!/bin/sh\necho "$OPENCODE_PERMISSION" "$@"\n')
     program.chmod(0o755)
@@ -507,7 +540,8 @@ def test_a_yolo_shortcut_of_agent_d_sets_its_permission(engine: Engine, project:
     assert engine.sandbox("run", "-n", name).stdout == '{"*":"allow"}\n'
 
 
-def test_autostart_runs_when_the_container_starts(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_autostart_runs_when_the_container_starts(engine: Engine, project: Path, home: Path,
+                                                  name: str) -> None:
     write_config(home, autostart="echo $GREETING >> started", env={"GREETING": "hello"})
     engine.sandbox("run", "-n", name, "-x", "true")
     wait_for((project / "started").exists)
@@ -544,16 +578,20 @@ def test_commands_that_begin_at_once_start_autostart_once(
     write_config(home, autostart="echo started >> started")
     engine.run("restart", "-t", "0", name)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = [pool.submit(engine.sandbox, "run", "-n", name, "-x", "sleep 1; cat started") for _ in range(4)]
+        runs = [pool.submit(engine.sandbox, "run", "-n", name, "-x", "sleep 1; cat started")
+                for _ in range(4)]
         assert [run.result().stdout for run in runs] == ["started\n"] * 4
 
 
-def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Path, home: Path,
+                                                    name: str) -> None:
     """Neither a signal to that run nor its terminal ends the script, and it begins where the session works."""
     (project / "sub").mkdir()
-    write_config(home, autostart="pwd; trap 'echo interrupted >interrupted' INT; while :; do sleep 0.1; done")
+    write_config(home,
+                 autostart="pwd; trap 'echo interrupted >interrupted' INT; while :; do sleep 0.1; done")
     run = ("run", "-n", name)
-    with engine.pty(*run, "--hp", str(project), "-x", "echo here; sleep 60", cwd=project / "sub") as terminal:
+    with engine.pty(*run, "--hp", str(project), "-x", "echo here; sleep 60",
+                    cwd=project / "sub") as terminal:
         terminal.expect("here")
         terminal.send("\x03")
         terminal.expect("Keep it?")
@@ -569,7 +607,8 @@ def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Pat
 def test_a_command_never_runs_twice(engine: Engine, project: Path, name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
     for status in (1, 125, 255):
-        answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", f"echo ran >>log; exit {status}")
+        answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x",
+                                f"echo ran >>log; exit {status}")
         assert answer.returncode == status, answer.stderr
     assert (project / "log").read_text() == "ran\n" * 3
 
@@ -582,7 +621,8 @@ def test_a_command_that_began_does_not_run_again_when_its_container_ends(
     run = ("run", "-n", name, "-x")
     folder, real = engine.directory(), shutil.which(engine.runtime)
     client = folder / engine.runtime
-    client.write_text(f'#!/bin/sh\n{real} "$@"\ns=$?\n[ "$1" != exec ] || {real} {end} {name} >&2\nexit $s\n')
+    client.write_text(
+        f'#!/bin/sh\n{real} "$@"\ns=$?\n[ "$1" != exec ] || {real} {end} {name} >&2\nexit $s\n')
     client.chmod(0o755)
     where: dict[str, Any] = {"env": {"PATH": f"{folder}:{engine.environ()['PATH']}"}}
     for status in ENGINE_STATUS:
@@ -603,7 +643,8 @@ def test_a_command_that_did_not_begin_runs_when_its_container_is_started(
         engine.run(*end.split(), name)
 
 
-def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine, project: Path, name: str) -> None:
+def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine, project: Path,
+                                                                 name: str) -> None:
     run = ("run", "-n", name, "-x", "echo ran")
     assert engine.sandbox(*run).stdout == "ran\n"
     engine.run("rm", "-f", name)
@@ -616,17 +657,20 @@ ERASING = ("rm /run/sandbox-began", ": >/run/sandbox-began", "yes >/run/sandbox-
 
 
 @pytest.mark.parametrize("erase", ERASING)
-def test_what_erases_the_mark_is_not_run_again(engine: Engine, project: Path, name: str, erase: str) -> None:
+def test_what_erases_the_mark_is_not_run_again(engine: Engine, project: Path, name: str,
+                                               erase: str) -> None:
     assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0
     ended = engine.sandbox("run", "-n", name, "-x", f"echo ran >>log; {erase}; kill -9 -1; exit 1")
     assert (project / "log").read_text() == "ran\n", ended.stderr
 
 
-def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, project: Path, name: str) -> None:
+def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, project: Path,
+                                                           name: str) -> None:
     for folder in ("data", "victim"):
         (project / folder).mkdir()
         os.chown(project / folder, engine.uid, engine.gid)
-    engine.sandbox("run", "-n", name, "-v", f"{project}/data:/data", "-x", "mv data was; ln -s victim data")
+    engine.sandbox("run", "-n", name, "-v", f"{project}/data:/data", "-x",
+                   "mv data was; ln -s victim data")
     engine.run("stop", name)
     answer = engine.sandbox("run", "-n", name, "-x", "touch /data/reached")
     assert answer.returncode == 125 and "leads through a link" in answer.stderr
@@ -636,7 +680,8 @@ def test_a_mount_that_was_turned_elsewhere_is_not_followed(engine: Engine, proje
 def test_a_container_that_ends_at_once_says_why(engine: Engine, project: Path, name: str) -> None:
     (project / "file").touch()
     for _ in range(2):
-        answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/bin/sleep", "-x", "echo ran")
+        answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/bin/sleep", "-x",
+                                "echo ran")
         assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
         assert "ended as soon as it was started" in answer.stderr and f"sandbox rm {name}" in answer.stderr
     assert engine.sandbox("rm", name).returncode == 0 and name not in container_names(engine)
@@ -666,7 +711,8 @@ def ending_image(engine: Engine) -> Iterator[str]:
     engine.run("rmi", f"{image}:{IMAGE_VERSION}")
 
 
-@pytest.mark.parametrize("lie", ["", "echo sandbox >/run/sandbox-began; ", "rm /run/sandbox-began; "])
+@pytest.mark.parametrize("lie",
+                         ["", "echo sandbox >/run/sandbox-began; ", "rm /run/sandbox-began; "])
 def test_a_container_that_lies_about_its_start_is_kept(
     engine: Engine, project: Path, ending_image: str, name: str, lie: str
 ) -> None:
@@ -684,12 +730,14 @@ def test_a_container_that_lies_about_its_start_is_kept(
 
 
 def test_no_network_has_only_loopback(engine: Engine, project: Path, name: str) -> None:
-    answer = engine.sandbox("run", "-n", name, "--net", "none", "-x", "ls /sys/class/net; cat /proc/net/route | wc -l")
+    answer = engine.sandbox("run", "-n", name, "--net", "none", "-x",
+                            "ls /sys/class/net; cat /proc/net/route | wc -l")
     assert answer.stdout.split() == ["lo", "1"], answer.stderr
 
 
 def test_the_host_network_is_the_hosts(engine: Engine, project: Path, name: str) -> None:
-    answer = engine.sandbox("run", "-n", name, "--net", "host", "-x", "readlink /proc/self/ns/net; ls /sys/class/net")
+    answer = engine.sandbox("run", "-n", name, "--net", "host", "-x",
+                            "readlink /proc/self/ns/net; ls /sys/class/net")
     space, *interfaces = answer.stdout.split()
     if engine.id == "rootless-docker":  # whose daemon has a network of its own
         assert "docker0" in interfaces, answer.stderr
@@ -697,7 +745,8 @@ def test_the_host_network_is_the_hosts(engine: Engine, project: Path, name: str)
         assert space == os.readlink("/proc/self/ns/net"), answer.stderr
 
 
-def test_a_published_port_listens_on_loopback_only(engine: Engine, project: Path, name: str) -> None:
+def test_a_published_port_listens_on_loopback_only(engine: Engine, project: Path,
+                                                   name: str) -> None:
     engine.sandbox("run", "-n", name, "-p", "18734:80", "-x", "true")
     bindings = json.dumps(inspect(engine, name)["HostConfig"])
     assert '"HostIp": "127.0.0.1", "HostPort": "18734"' in bindings
@@ -718,7 +767,8 @@ class SilentEngine:
         self.server.bind(self.path)
         os.chmod(self.path, 0o777)
         self.server.listen(100)
-        self.env = {{"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}[engine.runtime]: f"unix://{self.path}"}
+        self.env = {{"docker": "DOCKER_HOST",
+                     "podman": "CONTAINER_HOST"}[engine.runtime]: f"unix://{self.path}"}
         self.connections: list[socket.socket] = []
         self.thread = threading.Thread(target=self.accept, daemon=True)
         self.thread.start()
@@ -765,7 +815,8 @@ def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, n
 def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name: str) -> None:
     folder = engine.directory()
     client = folder / engine.runtime
-    client.write_text(f"#!/bin/sh\necho $$ >>{folder}/pids\nsleep 1000 & echo $! >>{folder}/pids\nkill -STOP $$\n")
+    client.write_text(
+        f"#!/bin/sh\necho $$ >>{folder}/pids\nsleep 1000 & echo $! >>{folder}/pids\nkill -STOP $$\n")
     client.chmod(0o755)
     answer = engine.sandbox("ps", env={"PATH": f"{folder}:{engine.environ()['PATH']}"})
     assert answer.returncode == 1 and "did not answer within 20 seconds" in answer.stderr

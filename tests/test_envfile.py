@@ -27,9 +27,11 @@ def sourced(folder: Path, shell: str, text: str) -> dict[str, str]:
     file = folder / "file.env"
     file.write_bytes(os.fsencode(text))
     argv = [shell, "-c", "set -ae; . ./file.env; env -0"]
-    answer = subprocess.run(argv, cwd=folder, env={"PATH": os.defpath, "HOME": "/nowhere"}, capture_output=True)
+    answer = subprocess.run(argv, cwd=folder, env={"PATH": os.defpath, "HOME": "/nowhere"},
+                            capture_output=True)
     assert (answer.returncode, answer.stderr) == (0, b"")
-    pairs = (os.fsdecode(pair).split("=", 1) for pair in answer.stdout.split(b"\0") if pair.startswith(b"N"))
+    pairs = (os.fsdecode(pair).split("=", 1) for pair in answer.stdout.split(b"\0")
+             if pair.startswith(b"N"))
     return dict(pairs)
 
 
@@ -152,14 +154,16 @@ def test_an_error_repeats_nothing_that_may_be_a_secret() -> None:
 def test_what_init_quotes_is_read_back_by_us_and_by_a_shell(tmp_path: Path, shell: str) -> None:
     chance = random.Random(SEED)
     alphabet = [*AWKWARD, "$", "`", "$(id)", "\udcff"]
-    values = {f"N{n}": "".join(chance.choices(alphabet, k=chance.randrange(12))) for n in range(3000)}
+    values = {f"N{n}": "".join(chance.choices(alphabet, k=chance.randrange(12)))
+              for n in range(3000)}
     text = "".join(f"export {name}={sandbox.env_quote(value)}\n" for name, value in values.items())
     assert parse(text) == values
     assert sourced(tmp_path, shell, text) == values
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_any_line_parses_or_is_refused_and_a_shell_agrees_with_what_is_accepted(tmp_path: Path, shell: str) -> None:
+def test_any_line_parses_or_is_refused_and_a_shell_agrees_with_what_is_accepted(tmp_path: Path,
+                                                                                shell: str) -> None:
     chance = random.Random(SEED)
     accepted: dict[str, str] = {}
     lines, refused = [], 0
@@ -183,7 +187,8 @@ def test_any_line_parses_or_is_refused_and_a_shell_agrees_with_what_is_accepted(
 def test_garbage_never_ends_in_anything_but_a_refusal() -> None:
     chance = random.Random(SEED)
     for _ in range(5000):
-        text = "".join(chance.choices([*AWKWARD, "A", "=", "\n", "\0", "$", "`", "\udcff"], k=chance.randrange(30)))
+        text = "".join(chance.choices([*AWKWARD, "A", "=", "\n", "\0", "$", "`", "\udcff"],
+                                      k=chance.randrange(30)))
         try:
             found = parse(text)
         except sandbox.EnvFileError:
@@ -195,7 +200,8 @@ def test_garbage_never_ends_in_anything_but_a_refusal() -> None:
 
 
 @pytest.fixture
-def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
+def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+         capsys: pytest.CaptureFixture[str]) -> Show:
     """config show with these options: status, standard output, standard error."""
     monkeypatch.setenv("SANDBOX_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SANDBOX_RUNTIME", raising=False)
@@ -229,7 +235,8 @@ def test_a_file_that_cannot_be_read_is_named(show: Show, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["a.env", "./a.env", "", "~nobody/a.env"])
-def test_a_relative_path_is_refused(show: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_relative_path_is_refused(show: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                    path: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.env").write_text("A=1\n")
     status, out, err = show("--ef", path)

@@ -35,7 +35,8 @@ class Way:
 
     def run(self, argv: list[str]) -> bytes:
         env = {**ENVIRON, "HOME": str(self.cwd), **self.env}
-        return subprocess.run(argv, cwd=self.cwd, env=env, check=True, stdout=subprocess.PIPE, timeout=60).stdout
+        return subprocess.run(argv, cwd=self.cwd, env=env, check=True, stdout=subprocess.PIPE,
+                              timeout=60).stdout
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +74,8 @@ def installed(directory: Path, cwd: Path, *what: str) -> Way:
 
 
 @pytest.fixture(scope="session", params=["checkout", "wheel", "editable", "zipapp"])
-def way(request: pytest.FixtureRequest, elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Way:
+def way(request: pytest.FixtureRequest, elsewhere: Path,
+        tmp_path_factory: pytest.TempPathFactory) -> Way:
     match request.param:
         case "checkout":
             return Way([*BARE_PYTHON, "-m", "sandbox"], BARE_PYTHON, ROOT)
@@ -84,7 +86,8 @@ def way(request: pytest.FixtureRequest, elsewhere: Path, tmp_path_factory: pytes
             return installed(tmp_path_factory.mktemp("venv"), elsewhere, "-e", str(ROOT))
         case _:
             zipapp: Path = request.getfixturevalue("zipapp")
-            return Way([*BARE_PYTHON, str(zipapp)], BARE_PYTHON, elsewhere, {"PYTHONPATH": str(zipapp)})
+            return Way([*BARE_PYTHON, str(zipapp)], BARE_PYTHON, elsewhere,
+                       {"PYTHONPATH": str(zipapp)})
 
 
 # --- All ways ---
@@ -183,13 +186,15 @@ def test_the_zipapp_runs_without_its_bytecode(zipapp: Path, elsewhere: Path) -> 
 
 def test_the_zipapp_brings_websockets(zipapp: Path, elsewhere: Path) -> None:
     way = Way([], BARE_PYTHON, elsewhere, {"PYTHONPATH": str(zipapp)})
-    found = way.run([*way.python, "-c", "import websockets.server; print(websockets.server.__file__)"]).decode()
+    found = way.run([*way.python, "-c",
+                     "import websockets.server; print(websockets.server.__file__)"]).decode()
     assert found.startswith(str(zipapp))
 
 
 def test_the_zipapp_refuses_an_old_python(zipapp: Path) -> None:
     code = f"import runpy, sys; sys.version_info = (3, 10, 0); runpy.run_path({str(zipapp)!r}, run_name='__main__')"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                            timeout=60)
     assert (answer.returncode, answer.stderr) == (1, "sandbox: Python 3.11 or newer is needed, this is 3.10\n")
 
 
@@ -205,9 +210,11 @@ class Checkout:
     port: int
 
     def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        env = {"PATH": ENVIRON["PATH"], "HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1", **env}
+        env = {"PATH": ENVIRON["PATH"], "HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1",
+               **env}
         argv = [*BARE_PYTHON, "-m", "sandbox", "serve", f"127.0.0.1:{self.port}", *args]
-        return subprocess.run(argv, cwd=self.root, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        return subprocess.run(argv, cwd=self.root, env=env, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True,
                               timeout=300)
 
     def serves(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -221,7 +228,8 @@ class Checkout:
 
     def build(self, **env: str) -> subprocess.CompletedProcess[str]:
         argv = [*BARE_PYTHON, "static/build.py", "--libraries"]
-        return subprocess.run(argv, cwd=self.root, env=ENVIRON | env, capture_output=True, text=True, timeout=300)
+        return subprocess.run(argv, cwd=self.root, env=ENVIRON | env, capture_output=True,
+                              text=True, timeout=300)
 
     @property
     def vendor(self) -> Path:
@@ -232,7 +240,8 @@ class Checkout:
 def checkout(tmp_path: Path) -> Checkout:
     checkout = Checkout(tmp_path / "checkout", tmp_path / "home", free_port())
     checkout.home.mkdir()
-    shutil.copytree(ROOT / "static", checkout.root / "static", ignore=shutil.ignore_patterns("vendor", "__pycache__"))
+    shutil.copytree(ROOT / "static", checkout.root / "static",
+                    ignore=shutil.ignore_patterns("vendor", "__pycache__"))
     for module in ROOT.glob("sandbox*.py"):
         shutil.copy(module, checkout.root)
     return checkout
@@ -295,7 +304,8 @@ def test_the_pages_get_the_same_libraries_without_npm(checkout: Checkout, tmp_pa
     assert have == {path.name: path.read_bytes() for path in checkout.vendor.iterdir()}
 
 
-def test_another_library_than_the_lock_file_names_is_refused(checkout: Checkout, tmp_path: Path) -> None:
+def test_another_library_than_the_lock_file_names_is_refused(checkout: Checkout,
+                                                             tmp_path: Path) -> None:
     lock = checkout.root / "static" / "package-lock.json"
     data = json.loads(lock.read_text())
     data["packages"]["node_modules/marked"]["version"] = "18.2.0"
@@ -305,8 +315,10 @@ def test_another_library_than_the_lock_file_names_is_refused(checkout: Checkout,
     assert not checkout.vendor.exists() and not list((checkout.root / "static").glob(".vendor-*"))
 
 
-def test_without_a_registry_the_pages_are_served_with_a_warning(checkout: Checkout, tmp_path: Path) -> None:
+def test_without_a_registry_the_pages_are_served_with_a_warning(checkout: Checkout,
+                                                                tmp_path: Path) -> None:
     checkout.serves("--yes")
     shutil.rmtree(checkout.vendor)
-    away = {"PATH": path_without("npm", tmp_path / "bin"), "NPM_CONFIG_REGISTRY": f"http://127.0.0.1:{free_port()}"}
+    away = {"PATH": path_without("npm", tmp_path / "bin"),
+            "NPM_CONFIG_REGISTRY": f"http://127.0.0.1:{free_port()}"}
     assert "is the registry reachable? NPM_CONFIG_REGISTRY names another" in checkout.serves(**away).stderr

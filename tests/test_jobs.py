@@ -68,7 +68,8 @@ def test_a_job_that_is_being_started_is_not_lost(service: Service, name: str) ->
 def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
     service.create(name)
     path = f"/api/sessions/{name}/jobs"
-    polite = service.job(name, "trap 'echo interrupted; exit 3' INT; echo ready; while :; do sleep 0.1; done")
+    polite = service.job(name,
+                         "trap 'echo interrupted; exit 3' INT; echo ready; while :; do sleep 0.1; done")
     stubborn = service.job(name, "trap '' INT TERM; echo ready; sleep 98765")
     for job in (polite, stubborn):
         next(event for event in service.events(job) if event[1] == "ready\n")
@@ -82,7 +83,8 @@ def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
 
 def test_kill_9_of_the_server_loses_nothing(service: Service, name: str) -> None:
     service.create(name)
-    job = service.job(name, "i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); sleep 0.01; done; exit 5")
+    job = service.job(name,
+                      "i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); sleep 0.01; done; exit 5")
     seen = list(itertools.islice(service.events(job), 10))
     service.restart_after_kill()
     assert service.get(f"/api/sessions/{name}/jobs/{job['id']}").json["state"] == "running"
@@ -109,13 +111,15 @@ def test_a_hundred_megabytes_in_bounded_memory(service: Service, name: str) -> N
 @docker_only
 def test_bytes_are_kept_as_they_were_and_characters_are_whole(service: Service, name: str) -> None:
     service.create(name)
-    job = service.job(name, r"printf '\303'; sleep 0.2; printf '\244\n\377\000'; printf 'e\r\n' >&2")
+    job = service.job(name,
+                      r"printf '\303'; sleep 0.2; printf '\244\n\377\000'; printf 'e\r\n' >&2")
     service.ended(job)
     assert text_of(service, job, "stdout") == "ä\n\ufffd\0"
     path = f"/api/sessions/{name}/jobs/{job['id']}/output"
     assert service.get(path + "?stream=stdout").body == b"\xc3\xa4\n\xff\0"
     assert service.get(path + "?stream=stderr").body == b"e\r\n"
-    random = service.job(name, "head -c 300000 /dev/urandom | tee /tmp/random; sha256sum /tmp/random >&2")
+    random = service.job(name,
+                         "head -c 300000 /dev/urandom | tee /tmp/random; sha256sum /tmp/random >&2")
     service.ended(random)
     path = f"/api/sessions/{name}/jobs/{random['id']}/output"
     digest = hashlib.sha256(service.get(path + "?stream=stdout").body).hexdigest()
@@ -127,7 +131,8 @@ def test_a_stream_is_taken_up_inside_a_character(service: Service, name: str) ->
     """Both streams write characters of four bytes, byte by byte in turn."""
     service.create(name)
     smile = [f"\\{byte:03o}" for byte in "😀".encode()] * 2
-    job = service.job(name, " sleep 0.05; ".join(f"printf '{b}'; sleep 0.05; printf '{b}' >&2;" for b in smile))
+    job = service.job(name, " sleep 0.05; ".join(f"printf '{b}'; sleep 0.05; printf '{b}' >&2;"
+                                                 for b in smile))
     assert service.ended(job)["size"] == 16
     whole = list(service.events(job))
     assert [data for kind, data, _ in whole if kind == "stdout"] == ["😀", "😀"]
@@ -139,7 +144,8 @@ def test_a_stream_is_taken_up_inside_a_character(service: Service, name: str) ->
 @docker_only
 def test_what_alternates_costs_at_most_three_times_its_size(service: Service, name: str) -> None:
     service.create(name)
-    job = service.job(name, "i=0; while [ $i -lt 3000 ]; do printf o; printf e >&2; i=$((i+1)); done")
+    job = service.job(name,
+                      "i=0; while [ $i -lt 3000 ]; do printf o; printf e >&2; i=$((i+1)); done")
     assert service.ended(job)["size"] == 6000
     assert text_of(service, job, "stdout") == "o" * 3000 and text_of(service, job, "stderr") == "e" * 3000
     folder = service.engine.home / "jobs" / name / job["id"]
@@ -153,9 +159,11 @@ def test_what_alternates_costs_at_most_three_times_its_size(service: Service, na
      "{prompt} -ünïcode 日本", '[{"\\' * 100],
 )
 @pytest.mark.parametrize(
-    "template", ["printf %s {prompt}", "printf '%s' \"{prompt}\"", "printf %s '{prompt}'", 'printf %s \\"{prompt}']
+    "template", ["printf %s {prompt}", "printf '%s' \"{prompt}\"", "printf %s '{prompt}'",
+                 'printf %s \\"{prompt}']
 )
-def test_a_prompt_is_one_word_whatever_it_holds(service: Service, name: str, template: str, prompt: str) -> None:
+def test_a_prompt_is_one_word_whatever_it_holds(service: Service, name: str, template: str,
+                                                prompt: str) -> None:
     service.create(name, agentPromptCommand=template)
     reply = service.post(f"/api/sessions/{name}/prompt", {"prompt": prompt})
     assert reply.status == 201, reply.body
@@ -378,7 +386,8 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
 
 
 @docker_only
-def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Service, name: str) -> None:
+def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Service,
+                                                 name: str) -> None:
     write_config(engine.home, env={"A": "configured", "B": "configured", "C": "configured"})
     service.create(name)
     settings = {"env": {"A": "two\nlines", "B": "web"}, "autostart": 'echo "$B" >/tmp/started'}
@@ -388,7 +397,8 @@ def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Servic
         answer = engine.sandbox("run", "-n", name, *options, *show)
         assert (answer.returncode, answer.stdout) == (0, expected), answer.stderr
     assert service.post(f"/api/sessions/{name}/stop").status == 200
-    assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0  # starts it, and so the script
+    # starts it, and so the script
+    assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0
     wait_for(lambda: engine.sandbox("run", "-n", name, "-x", "cat /tmp/started").stdout == "web\n")
     stored = engine.home / "sessions" / f"{name}.json"
     stored.write_text("[]")
@@ -397,16 +407,20 @@ def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Servic
 
 
 @docker_only
-def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: Service, name: str) -> None:
+def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: Service,
+                                                      name: str) -> None:
     write_config(engine.home, runs={"own": {"agentPromptCommand": "ask {prompt}"}})
-    fields: dict[str, dict[str, str]] = {"agent": {"agent": "codex"}, "own": {"profile": "own"}, "set": {}, "bare": {}}
+    fields: dict[str, dict[str, str]] = {"agent": {"agent": "codex"}, "own": {"profile": "own"},
+                                         "set": {}, "bare": {}}
     for end, more in fields.items():
         service.create(f"{name}-{end}", **more)
-    service.post(f"/api/sessions/{name}-set/settings", {"agentPromptCommand": "ask {prompt}"}, "PUT")
+    service.post(f"/api/sessions/{name}-set/settings", {"agentPromptCommand": "ask {prompt}"},
+                 "PUT")
 
     def modes() -> dict[str, bool]:
         rows = service.get("/api/sessions").json
-        return {row["name"].removeprefix(f"{name}-"): row["agentMode"] for row in rows if row["name"].startswith(name)}
+        return {row["name"].removeprefix(f"{name}-"): row["agentMode"] for row in rows
+                if row["name"].startswith(name)}
 
     assert modes() == {"agent": True, "own": True, "set": True, "bare": False}
     service.post(f"/api/sessions/{name}-agent/settings", {"agentPromptCommand": ""}, "PUT")
@@ -498,7 +512,8 @@ def test_foreign_containers_with_our_labels_are_listed_as_broken(
     assert "Traceback" not in service.said_at_the_end()
 
 
-def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service: Service, name: str) -> None:
+def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service: Service,
+                                                        name: str) -> None:
     service.create(name)
     assert service.ended(service.job(name, "touch /tmp/mark"))["exit"] == 0
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -515,7 +530,8 @@ def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service:
 
 @docker_only
 def test_profiles_are_listed_and_used(engine: Engine, service: Service, name: str) -> None:
-    write_config(engine.home, runs={"work": {"yolo": "cx", "env": {"A": "work"}}, "bad": {"yolo": "nope"}})
+    write_config(engine.home,
+                 runs={"work": {"yolo": "cx", "env": {"A": "work"}}, "bad": {"yolo": "nope"}})
     rows = {row["name"]: row for row in service.get("/api/profiles").json["profiles"]}
     assert rows["work"]["agent"] == "codex" and rows["bad"]["error"]
     assert service.create(name, profile="work")["agent"] == "codex"
@@ -554,22 +570,28 @@ def test_a_full_disk_is_said_and_the_status_is_there(service: Service, name: str
 
 def files_in(folder: Path) -> list[Path]:
     """All but locks and the server's own, which come when it has started."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "web")
+    files = sorted(path for path in folder.rglob("*")
+                   if path.is_file() and path.parent.name != "web")
     return [path for path in files if path.suffix != ".lock"]
 
 
 @docker_only
-def test_on_a_full_disk_nothing_is_half_written(engine: Engine, service: Service, name: str) -> None:
+def test_on_a_full_disk_nothing_is_half_written(engine: Engine, service: Service,
+                                                name: str) -> None:
     service.create(name, env={"A": "before"}, autostart="true")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", engine.home / "jobs"], check=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", engine.home / "sessions"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", engine.home / "jobs"],
+                   check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", engine.home / "sessions"],
+                   check=True)
     try:
         for folder in ("jobs", "sessions"):
-            subprocess.run(["head", "-c", "60000", "/dev/zero"], stdout=(engine.home / folder / "filler").open("wb"))
+            subprocess.run(["head", "-c", "60000", "/dev/zero"],
+                           stdout=(engine.home / folder / "filler").open("wb"))
         stored = engine.home / "sessions" / f"{name}.json"
         stored.write_text('{"autostart": "true"}')
         before = files_in(engine.home)
-        requests = {"settings": ("PUT", {"env": {"A": "x" * 9000}}), "command": ("POST", {"command": "true"}),
+        requests = {"settings": ("PUT", {"env": {"A": "x" * 9000}}),
+                    "command": ("POST", {"command": "true"}),
                     "stop": ("POST", {}), "start": ("POST", {})}
         statuses = {}
         for end, (method, body) in requests.items():

@@ -64,7 +64,8 @@ print(json.dumps(dict(os.environ)))
 
 
 def test_every_program_is_told(guarded: Guarded) -> None:
-    env = json.loads(guarded.python(ENVIRONMENT, "-e", "HTTP_PROXY=http://10.0.0.1:1", "-e", "https_proxy=x").stdout)
+    env = json.loads(guarded.python(ENVIRONMENT, "-e", "HTTP_PROXY=http://10.0.0.1:1", "-e",
+                                    "https_proxy=x").stdout)
     proxy = "http://127.0.0.1:3128"
     assert {env[name] for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")} == {proxy}
     assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1" and env["NODE_USE_ENV_PROXY"] == "1"
@@ -112,7 +113,8 @@ def test_there_is_no_way_around(guarded: Guarded, neighbour: Path, user: str) ->
     own = host_addresses() | set(inspected(engine, guarded.proxy, ADDRESSES).split())
     given = json.dumps({"api": PUBLIC, "own": sorted(own)})
     uid = {"root": "0:0", "somebody": "4321:4321"}[user]
-    answer = engine.run("exec", "-i", "--user", uid, guarded.name, "python3", "-", given, input=PROBE)
+    answer = engine.run("exec", "-i", "--user", uid, guarded.name, "python3", "-", given,
+                        input=PROBE)
     assert answer.returncode == 0, answer.stderr
     tried = json.loads(answer.stdout)
     assert len(tried) > 100 and [row for row in tried if row[1] not in row[2].split("|")] == []
@@ -151,7 +153,8 @@ ADDRESSES = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{.Gateway}} {{en
 
 def host_addresses() -> set[str]:
     """Addresses of this machine, without its loopback's."""
-    rows = json.loads(subprocess.run(["ip", "-j", "-4", "address"], capture_output=True, check=True).stdout)
+    rows = json.loads(subprocess.run(["ip", "-j", "-4", "address"], capture_output=True,
+                                     check=True).stdout)
     return {info["local"] for row in rows for info in row["addr_info"] if row["ifname"] != "lo"}
 
 
@@ -219,7 +222,8 @@ def test_check_and_log_are_lines_of_json(guarded: Guarded) -> None:
                    "reason": "no rule allows it"}  # fmt: skip
     answer = guarded.net("log")
     rows = [json.loads(line) for line in answer.stdout.splitlines()]
-    assert {"host": "api.test", "port": 80, "verdict": "allow", "rule": "api.test"}.items() <= rows[-2].items()
+    assert {"host": "api.test", "port": 80, "verdict": "allow",
+            "rule": "api.test"}.items() <= rows[-2].items()
     assert answer.stderr == ""
 
 
@@ -301,7 +305,8 @@ def test_rules_of_every_source_are_in_force_at_the_next_run(engine: Engine) -> N
     with Guarded(engine, "127.0.0.2", outside=False, network={"allow": ["127.0.0.1"]}) as session:
         places = [f"127.0.0.{number}" for number in (1, 2, 3, 4)]
         assert session.rules() == {"allow": places[:2]}
-        assert session.answers(*places) == ["502", "502", "403", "403"]  # nobody listens, but it was tried
+        # nobody listens, but it was tried
+        assert session.answers(*places) == ["502", "502", "403", "403"]
         assert session.run("true", "--allow", "127.0.0.3").returncode == 0
         assert session.answers(*places) == ["502", "502", "502", "403"]
         write_config(session.home, network={"allow": ["127.0.0.4"], "deny": ["127.0.0.2"]})
@@ -324,9 +329,11 @@ def test_rules_of_every_source_are_in_force_at_the_next_run(engine: Engine) -> N
         (["--allow", "*"], 2, "is not <host>[:<port>]"),
         (["--allow", "127.1"], 2, "is not <host>[:<port>]"),
         (["--allow", "10.0.0.0/8"], 2, "is not <host>[:<port>]"),
-        (["--allow", "api.test", "--net", "none"], 2, "--allow does not go together with --net none"),
+        (["--allow", "api.test", "--net", "none"], 2,
+         "--allow does not go together with --net none"),
         (["--net", "closed"], 2, "is not open, none, host"),
-        (["--allow", "api.test", "-p", "18080:80"], 125, "ports cannot be published with an allowlist"),
+        (["--allow", "api.test", "-p", "18080:80"], 125,
+         "ports cannot be published with an allowlist"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -338,7 +345,8 @@ def test_what_cannot_be_is_refused(
 
 
 @docker_only
-def test_net_says_what_it_cannot_do(engine: Engine, guarded: Guarded, project: Path, name: str) -> None:
+def test_net_says_what_it_cannot_do(engine: Engine, guarded: Guarded, project: Path,
+                                    name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
     table: list[tuple[list[str], int, str]] = [
         (["show", name], 1, "has no allowlist: its network is open"),
@@ -346,7 +354,8 @@ def test_net_says_what_it_cannot_do(engine: Engine, guarded: Guarded, project: P
         (["show", guarded.proxy], 1, f"is the proxy of the session {guarded.name}"),
         (["allow", guarded.name], 2, "net allow takes hosts"),
         (["show", guarded.name, "api.test"], 2, "net show takes no hosts"),
-        (["allow", guarded.name, "api.test", "http://x"], 2, "allow: 'http://x' is not <host>[:<port>]"),
+        (["allow", guarded.name, "api.test", "http://x"], 2,
+         "allow: 'http://x' is not <host>[:<port>]"),
         (["deny", guarded.name, "*.127.0.0.1"], 2, "deny: '*.127.0.0.1' is not <host>[:<port>]"),
         (["check", guarded.name, "api.test:x"], 2, "check: 'api.test:x' is not <host>[:<port>]"),
     ]
@@ -378,7 +387,8 @@ def test_the_network_is_cut_while_the_proxy_is_down(engine: Engine) -> None:
 
         pid = int(inspected(engine, session.proxy, "{{.State.Pid}}"))
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: inspected(engine, session.proxy, "{{.State.Pid}}") not in (str(pid), "0"))  # by itself
+        # by itself
+        wait_for(lambda: inspected(engine, session.proxy, "{{.State.Pid}}") not in (str(pid), "0"))
         wait_for(lambda: session.answers(*places) == expected)
 
         engine.run("kill", session.proxy)
@@ -391,7 +401,8 @@ def test_the_network_is_cut_while_the_proxy_is_down(engine: Engine) -> None:
         assert shown_network(engine, session.name) == "cut" and engine.run(*inside).returncode != 0
         assert session.answers(*places) == expected
 
-        engine.run("stop", "-t", "0", session.name, session.proxy)  # as when the engine starts again
+        # as when the engine starts again
+        engine.run("stop", "-t", "0", session.name, session.proxy)
         assert session.answers(*places) == expected
 
 
@@ -405,7 +416,8 @@ PROGRAM = "/usr/local/lib/sandbox/proxy.py"
 def variants(engine: Engine) -> Iterator[None]:
     """Images without the proxy's program, and with one that cannot serve."""
     program = "import sys\nif sys.argv[1] == 'serve': sys.exit('this proxy is broken')\n"
-    program += (ROOT / "static/image/proxy.py").read_text().replace("RETRY_SECONDS = 10,", "RETRY_SECONDS = 1,")
+    program += (ROOT / "static/image/proxy.py").read_text().replace("RETRY_SECONDS = 10,",
+                                                                    "RETRY_SECONDS = 1,")
     commands = {NO_PROGRAM: f"rm {PROGRAM}", BROKEN: f"cat >{PROGRAM}"}
     for image, command in commands.items():
         name = unique_name()
@@ -419,13 +431,15 @@ def variants(engine: Engine) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "image, message",
-    [(NO_PROGRAM, f"this image has no {PROGRAM}: build it again"), (BROKEN, "network proxy does not take port 3128")],
+    [(NO_PROGRAM, f"this image has no {PROGRAM}: build it again"),
+     (BROKEN, "network proxy does not take port 3128")],
 )
 def test_without_a_proxy_no_session(
     engine: Engine, project: Path, home: Path, variants: None, name: str, image: str, message: str
 ) -> None:
     write_config(home, imageName=image)
-    answer = engine.sandbox("run", "-n", name, "--allow", "api.test", "-x", "echo ran", env={"SANDBOX_TRACE": "1"})
+    answer = engine.sandbox("run", "-n", name, "--allow", "api.test", "-x", "echo ran",
+                            env={"SANDBOX_TRACE": "1"})
     assert (answer.returncode, answer.stdout) == (125, "") and message in answer.stderr, answer.stderr
     engine.sandbox("rm", name)  # a container that was started is kept
     assert leftovers(engine, answer.stderr) == []
@@ -446,10 +460,12 @@ def leftovers(engine: Engine, trace: str) -> list[str]:
 def test_nothing_stays_of_a_session(engine: Engine, project: Path, home: Path, name: str) -> None:
     trace = {"SANDBOX_TRACE": "1"}
     for flags, message in ((["-v", "/nonexistent-dir:/x"], "/nonexistent-dir"), (["--iv", "9.9-common"], "no image")):
-        failed = engine.sandbox("run", "-n", name, "--allow", "api.test", *flags, "-x", "echo ran", env=trace)
+        failed = engine.sandbox("run", "-n", name, "--allow", "api.test", *flags, "-x", "echo ran",
+                                env=trace)
         assert (failed.returncode, failed.stdout) == (125, "") and message in failed.stderr
         assert leftovers(engine, failed.stderr) == []
-    once = engine.sandbox("run", "-n", name, "--allow", "api.test", "--rm-on-exit", "-x", "exit 3", env=trace)
+    once = engine.sandbox("run", "-n", name, "--allow", "api.test", "--rm-on-exit", "-x", "exit 3",
+                          env=trace)
     assert once.returncode == 3 and leftovers(engine, once.stderr) == []
     made = engine.sandbox("run", "-n", name, "--allow", "api.test", "-x", "true", env=trace)
     assert len(leftovers(engine, made.stderr)) == 3
@@ -457,22 +473,28 @@ def test_nothing_stays_of_a_session(engine: Engine, project: Path, home: Path, n
     assert leftovers(engine, made.stderr) == []
 
 
-def test_runs_racing_for_one_name_share_one_proxy(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_runs_racing_for_one_name_share_one_proxy(engine: Engine, project: Path, home: Path,
+                                                  name: str) -> None:
     flags = ("-n", name, "--allow", "127.0.0.1", "-x", "hostname")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = [pool.submit(engine.sandbox, "run", *flags, env={"SANDBOX_TRACE": "1"}) for _ in range(3)]
+        runs = [pool.submit(engine.sandbox, "run", *flags, env={"SANDBOX_TRACE": "1"})
+                for _ in range(3)]
         results = [run.result() for run in runs]
     assert [r.returncode for r in results] == [0] * 3 and len({r.stdout for r in results}) == 1
     left = [left_of(engine, id) for r in results for id in set(SESSION_ID.findall(r.stderr))]
     assert sorted(map(len, left))[-1] == 3 and sum(map(len, left)) == 3
 
 
-def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home: Path, name: str) -> None:
-    kept = engine.sandbox("run", "-n", f"{name}-kept", "--allow", "api.test", "-x", "true", env={"SANDBOX_TRACE": "1"})
-    traces = [kill_while_it_creates(engine, f"{name}-{number}", 0.3 * number) for number in range(2)]
+def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home: Path,
+                                             name: str) -> None:
+    kept = engine.sandbox("run", "-n", f"{name}-kept", "--allow", "api.test", "-x", "true",
+                          env={"SANDBOX_TRACE": "1"})
+    traces = [kill_while_it_creates(engine, f"{name}-{number}", 0.3 * number)
+              for number in range(2)]
     for row in json.loads(engine.sandbox("ps", "--json").stdout):
         if row["name"].startswith(f"{name}-") and row["name"] != f"{name}-kept":
-            engine.run("rm", "-f", row["name"])  # a session whose container went by other hands leaves most
+            # a session whose container went by other hands leaves most
+            engine.run("rm", "-f", row["name"])
     left = [item for trace in traces for item in leftovers(engine, trace)]
     assert left
     mounts = [mount for item in left if item.startswith("sandbox-proxy-")
@@ -491,7 +513,8 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
 
 def kill_while_it_creates(engine: Engine, name: str, seconds: float) -> str:
     """Kill a run and the engine's clients so long after they were started; what it has said of them."""
-    with engine.popen("run", "-n", name, "--allow", "api.test", "-x", "true", env={"SANDBOX_TRACE": "1"}) as run:
+    with engine.popen("run", "-n", name, "--allow", "api.test", "-x", "true",
+                      env={"SANDBOX_TRACE": "1"}) as run:
         assert run.stderr
         label = next(line for line in run.stderr if "--label sandbox.proxy" in line)
         time.sleep(seconds)
@@ -501,13 +524,15 @@ def kill_while_it_creates(engine: Engine, name: str, seconds: float) -> str:
 # --- Commands for a shell, and the web service ---
 
 
-def test_the_printed_commands_make_a_working_session(engine: Engine, project: Path, home: Path, name: str) -> None:
+def test_the_printed_commands_make_a_working_session(engine: Engine, project: Path, home: Path,
+                                                     name: str) -> None:
     ask = "printf 'GET http://127.0.0.7/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 | head -n 1"
     flags = ("-n", name, "--allow", "127.0.0.7", "-x", ask)
     for _ in range(2):  # of a new session, and of one that is there
         lines = engine.sandbox("config", "command", *flags).stdout
         script = subprocess.run(
-            ["sh", "-ec", lines], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **engine.where()
+            ["sh", "-ec", lines], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=60, **engine.where()
         )
         assert script.stdout == "HTTP/1.1 502 Bad Gateway\n", lines + script.stderr
         assert shown_network(engine, name) == "allow"
@@ -558,7 +583,8 @@ def test_the_web_service_shows_and_changes_rules(service: Service, name: str) ->
     service.post(f"{path}-open/settings", {"network": "none"}, method="PUT")
     assert service.post(f"{path}-open/recreate").json["network"] == "none"
     assert left_of(engine, proxy.removeprefix("sandbox-proxy-")) == []
-    trouble = service.post("/api/sessions", {"name": f"{name}-2", "directory": "/tmp", "network": {"allow": ["a b"]}})
+    trouble = service.post("/api/sessions", {"name": f"{name}-2", "directory": "/tmp",
+                                             "network": {"allow": ["a b"]}})
     assert trouble.status == 400 and b"a b" in trouble.body
 
 
@@ -571,23 +597,27 @@ def asked(service: Service, name: str) -> list[str]:
     ask = "printf 'GET http://127.0.0.%s/ HTTP/1.0\\r\\n\\r\\n' $n | nc 127.0.0.1 3128 | head -n 1; echo"
     job = service.job(name, f"for n in 1 2 3; do {ask}; done")
     text = "".join(data for kind, data, _ in service.events(job) if kind == "stdout")
-    return [line.strip().split(" ")[1] if line.strip() else "" for line in text.replace("\r\n\n", "\n").splitlines()]
+    return [line.strip().split(" ")[1] if line.strip() else ""
+            for line in text.replace("\r\n\n", "\n").splitlines()]
 
 
 def decisions(service: Service, name: str) -> Iterator[Any]:
     """What the page would show, as it comes."""
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
-    connection.request("GET", f"/api/sessions/{name}/network/events", headers={"Cookie": service.cookie})
+    connection.request("GET", f"/api/sessions/{name}/network/events",
+                       headers={"Cookie": service.cookie})
     answer = connection.getresponse()
     assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
     assert answer.readline() == b": the log\n"
-    return (json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: "))
+    return (json.loads(line.removeprefix(b"data: ")) for line in answer
+            if line.startswith(b"data: "))
 
 
 # --- Attacks ---
 
-# Root inside gives the proxy listeners and takes the connections that it has seen coming: its accept() blocks, for
-# good, where the flag that forbids that was cleared meanwhile. Ends when the proxy takes no more.
+# Root inside gives the proxy listeners and takes the connections that it has seen coming: its
+# accept() blocks, for good, where the flag that forbids that was cleared meanwhile. Ends when the
+# proxy takes no more.
 FILL_GATES = """
 import contextlib, fcntl, os, signal, socket, threading, time
 for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -637,7 +667,8 @@ def test_what_was_denied_while_it_was_stopped_is_denied(service: Service, name: 
 
 
 @docker_only
-def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine, project: Path, name: str) -> None:
+def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine, project: Path,
+                                                                  name: str) -> None:
     run = ["run", "-n", name, "-x", "echo ran"]
     assert engine.sandbox(*run).stdout == "ran\n"
     for flags in (["--allow", "api.test"], ["--net", "none"]):
@@ -647,7 +678,8 @@ def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine
 
 
 @docker_only
-def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, project: Path, name: str) -> None:
+def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, project: Path,
+                                                               name: str) -> None:
     run = ["run", "-n", name, "-x", "echo ran"]
     assert engine.sandbox(*run, "--net", "none").stdout == "ran\n"
     engine.run("rm", "-f", name)
@@ -670,7 +702,8 @@ def test_none_takes_every_rule_away(engine: Engine) -> None:
 def test_no_rule_is_lost_when_many_are_changed_at_once(engine: Engine) -> None:
     with Guarded(engine, outside=False, network={"allow": []}) as session:
         hosts = [f"127.0.0.{number}" for number in range(1, 7)]
-        runs = [engine.popen("run", "-n", session.name, "--allow", host, "-x", "true", **session.where)
+        runs = [engine.popen("run", "-n", session.name, "--allow", host, "-x", "true",
+                             **session.where)
                 for host in hosts]  # fmt: skip
         assert session.net("deny", "127.0.0.9").returncode == 0
         assert [run.wait() for run in runs] == [0] * len(hosts)

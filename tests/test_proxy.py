@@ -65,7 +65,8 @@ class Proxy:
 
     def env(self, rules: object = None) -> dict[str, str]:
         text = rules if isinstance(rules, str) else json.dumps(rules)
-        return {"PATH": os.environ["PATH"], "SANDBOX_NET": str(self.directory), "SANDBOX_NET_PORT": str(self.port),
+        return {"PATH": os.environ["PATH"], "SANDBOX_NET": str(self.directory),
+                "SANDBOX_NET_PORT": str(self.port),
                 "SANDBOX_KEPT": str(self.directory / "kept"), "SANDBOX_SESSION": "demo",
                 "SANDBOX_RULES": text}
 
@@ -237,9 +238,12 @@ class Recorder(Outside):
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tls") / "both.pem"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                    "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.9",
-                    "-keyout", path, "-out", path.with_suffix(".crt")], check=True, capture_output=True)
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+                    "ec_paramgen_curve:prime256v1", "-nodes",
+                    "-days", "2", "-subj", "/CN=localhost", "-addext",
+                    "subjectAltName=DNS:localhost,IP:127.0.0.9",
+                    "-keyout", path, "-out", path.with_suffix(".crt")], check=True,
+                   capture_output=True)
     with open(path, "a") as file:
         file.write(path.with_suffix(".crt").read_text())
     return path
@@ -267,8 +271,10 @@ def client_context(certificate: Path) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize("text, host", [
-    ("example.org", "example.org"), ("EXAMPLE.org.", "example.org"), ("xn--mnchen-3ya.de", "xn--mnchen-3ya.de"),
-    ("a_b.example.org", "a_b.example.org"), ("localhost", "localhost"), ("1password.com", "1password.com"),
+    ("example.org", "example.org"), ("EXAMPLE.org.", "example.org"),
+    ("xn--mnchen-3ya.de", "xn--mnchen-3ya.de"),
+    ("a_b.example.org", "a_b.example.org"), ("localhost", "localhost"),
+    ("1password.com", "1password.com"),
     ("0x7f.example.org", "0x7f.example.org"), ("10.0.0.1", "10.0.0.1"), ("::1", "::1"),
     ("2001:DB8:0::1", "2001:db8::1"),
     ("::ffff:10.0.0.1", "10.0.0.1"), ("a" * 63 + ".org", "a" * 63 + ".org"),
@@ -278,10 +284,14 @@ def test_a_host_has_one_form(text: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "", ".", "..", "example..org", "example.org..", ".example.org", "-a.org", "a-.org", "a b.org", "a\0.org", "a\n.org",
-    "münchen.de", "\u212aernel.org", "a/b", "a@b", "a:b", "*.org", "a" * 64 + ".org", "a." * 127 + "org",
-    "127.1", "0x7f.1", "0x7f000001", "2130706433", "017700000001", "127.0.0.01", "0177.0.0.1", "1.2.3", "1.2.3.4.5",
-    "256.1.1.1", "example.0x7f", "example.1", "1.2.3.0x", "127.0.0.1%lo", "fe80::1%eth0", "[::1]", "::g",
+    "", ".", "..", "example..org", "example.org..", ".example.org", "-a.org", "a-.org", "a b.org",
+    "a\0.org", "a\n.org",
+    "münchen.de", "\u212aernel.org", "a/b", "a@b", "a:b", "*.org", "a" * 64 + ".org",
+    "a." * 127 + "org",
+    "127.1", "0x7f.1", "0x7f000001", "2130706433", "017700000001", "127.0.0.01", "0177.0.0.1",
+    "1.2.3", "1.2.3.4.5",
+    "256.1.1.1", "example.0x7f", "example.1", "1.2.3.0x", "127.0.0.1%lo", "fe80::1%eth0", "[::1]",
+    "::g",
     "\uff11.\uff12.\uff13.\uff14",
 ])
 def test_what_is_no_host(text: str) -> None:
@@ -290,21 +300,28 @@ def test_what_is_no_host(text: str) -> None:
 
 
 @pytest.mark.parametrize("address", [
-    "0.0.0.0", "0.1.2.3", "10.1.2.3", "100.64.0.1", "100.127.255.255", "127.0.0.1", "127.255.255.255",
+    "0.0.0.0", "0.1.2.3", "10.1.2.3", "100.64.0.1", "100.127.255.255", "127.0.0.1",
+    "127.255.255.255",
     "169.254.169.254",
-    "172.16.0.1", "172.31.255.255", "192.0.0.1", "192.0.2.1", "192.168.1.1", "198.18.0.1", "198.19.255.255",
+    "172.16.0.1", "172.31.255.255", "192.0.0.1", "192.0.2.1", "192.168.1.1", "198.18.0.1",
+    "198.19.255.255",
     "198.51.100.1", "203.0.113.1", "224.0.0.1", "239.255.255.255", "240.0.0.1", "255.255.255.255",
-    "::", "::1", "::7f00:1", "::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b::7f00:1", "64:ff9b::a00:1",
-    "64:ff9b:1::1", "fe80::1", "febf::1", "fec0::1", "fc00::1", "fd00:ec2::254", "ff02::1", "100::1", "2001:db8::1",
-    "2001::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2002:7f00:1::", "2002:808:808::1", "3fff::1", "5f00::1",
+    "::", "::1", "::7f00:1", "::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b::7f00:1",
+    "64:ff9b::a00:1",
+    "64:ff9b:1::1", "fe80::1", "febf::1", "fec0::1", "fc00::1", "fd00:ec2::254", "ff02::1",
+    "100::1", "2001:db8::1",
+    "2001::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2002:7f00:1::", "2002:808:808::1",
+    "3fff::1", "5f00::1",
 ])
 def test_addresses_off_the_public_internet(address: str) -> None:
     assert proxy.is_private(address)
 
 
 @pytest.mark.parametrize("address", [
-    "1.1.1.1", "8.8.8.8", "100.63.255.255", "100.128.0.1", "172.15.0.1", "172.32.0.1", "192.0.1.1", "198.17.0.1",
-    "198.20.0.1", "223.255.255.255", "11.0.0.1", "2606:4700::1111", "2a00:1450:4001::1", "64:ff9b::808:808",
+    "1.1.1.1", "8.8.8.8", "100.63.255.255", "100.128.0.1", "172.15.0.1", "172.32.0.1", "192.0.1.1",
+    "198.17.0.1",
+    "198.20.0.1", "223.255.255.255", "11.0.0.1", "2606:4700::1111", "2a00:1450:4001::1",
+    "64:ff9b::808:808",
     "::ffff:8.8.8.8", "2001:4860:4860::8888", "3ffe::1",
 ])
 def test_addresses_of_the_public_internet(address: str) -> None:
@@ -317,9 +334,12 @@ def test_addresses_of_the_public_internet(address: str) -> None:
     ("Example.ORG.", "example.org", 443, True), ("example.org:22", "example.org", 22, True),
     ("example.org:22", "example.org", 443, False), ("*.example.org", "a.b.example.org", 443, True),
     ("*.example.org", "example.org", 443, False), ("*.example.org", "notexample.org", 443, False),
-    ("*.example.org:8080", "a.example.org", 8080, True), ("*.example.org:8080", "a.example.org", 80, False),
-    ("10.0.0.1", "10.0.0.1", 80, True), ("10.0.0.1:5432", "10.0.0.1", 5432, True), ("[::1]:8080", "::1", 8080, True),
-    ("::1", "::1", 443, True), ("2001:DB8::0:1", "2001:db8::1", 443, True), ("[2001:db8::1]", "2001:db8::1", 80, True),
+    ("*.example.org:8080", "a.example.org", 8080, True),
+    ("*.example.org:8080", "a.example.org", 80, False),
+    ("10.0.0.1", "10.0.0.1", 80, True), ("10.0.0.1:5432", "10.0.0.1", 5432, True),
+    ("[::1]:8080", "::1", 8080, True),
+    ("::1", "::1", 443, True), ("2001:DB8::0:1", "2001:db8::1", 443, True),
+    ("[2001:db8::1]", "2001:db8::1", 80, True),
     ("::ffff:10.0.0.1", "10.0.0.1", 443, True),
 ])
 def test_what_a_rule_matches(rule: str, host: str, port: int, matches: bool) -> None:
@@ -329,10 +349,12 @@ def test_what_a_rule_matches(rule: str, host: str, port: int, matches: bool) -> 
 @pytest.mark.parametrize("rules", [
     "", "[]", "{", '{"allow": "example.org"}', '{"allow": [1]}', '{"alow": []}', '{"allow": ["*"]}',
     '{"allow": ["*."]}',
-    '{"allow": ["a.*.org"]}', '{"allow": ["*.1.2.3.4"]}', '{"allow": ["a:0"]}', '{"allow": ["a:65536"]}',
+    '{"allow": ["a.*.org"]}', '{"allow": ["*.1.2.3.4"]}', '{"allow": ["a:0"]}',
+    '{"allow": ["a:65536"]}',
     '{"allow": ["a:"]}', '{"allow": ["a:http"]}', '{"allow": ["127.1"]}', '{"allow": ["[::1"]}',
     '{"allow": ["[::1]x"]}',
-    '{"allow": ["[1.2.3.4]:80"]}', '{"allow": ["*.::1"]}', '{"allow": ["http://a"]}', '{"allow": [""]}',
+    '{"allow": ["[1.2.3.4]:80"]}', '{"allow": ["*.::1"]}', '{"allow": ["http://a"]}',
+    '{"allow": [""]}',
     '{"deny": ["a b"]}', '{"allow": ["10.0.0.0/8"]}',
 ])
 def test_wrong_rules(rules: str) -> None:
@@ -343,7 +365,8 @@ def test_wrong_rules(rules: str) -> None:
 # --- Decisions ---
 
 
-def decide(net: Proxy, where: str, allow: tuple[str, ...] = (), deny: tuple[str, ...] = ()) -> dict[str, Any]:
+def decide(net: Proxy, where: str, allow: tuple[str, ...] = (),
+           deny: tuple[str, ...] = ()) -> dict[str, Any]:
     net.allow(*allow, deny=deny)
     done = net.command("check", where)
     line: dict[str, Any] = json.loads(done.stdout)
@@ -365,7 +388,8 @@ def test_a_decision_says_what_decided(net: Proxy) -> None:
     ("127.0.0.1", ("localhost",), (), "deny", "no rule allows it"),
     ("localhost", ("localhost",), (), "deny", "which is no public address"),
     ("localhost", ("localhost", "127.0.0.1", "::1"), (), "allow", ""),
-    ("localhost:81", ("localhost:81", "127.0.0.1", "::1"), (), "deny", "which is no public address"),
+    ("localhost:81", ("localhost:81", "127.0.0.1", "::1"), (), "deny",
+     "which is no public address"),
     ("localhost", ("localhost", "127.0.0.1", "::1"), ("127.0.0.1", "::1"), "deny", "where it is"),
     ("nowhere.invalid", ("nowhere.invalid",), (), "allow", ""),
     ("169.254.169.254:80", ("a.org",), (), "deny", "no rule allows it"),
@@ -374,7 +398,8 @@ def test_a_decision_says_what_decided(net: Proxy) -> None:
     ("2130706433", ("127.0.0.1",), (), "deny", "not a legal host name or address"),
     ("a b", ("127.0.0.1",), (), "deny", "not a legal host name or address"),
 ])
-def test_decisions(net: Proxy, where: str, allow: tuple[str, ...], deny: tuple[str, ...], verdict: str,
+def test_decisions(net: Proxy, where: str, allow: tuple[str, ...], deny: tuple[str, ...],
+                   verdict: str,
                    reason: str) -> None:
     line = decide(net, where, allow, deny)
     assert line["verdict"] == verdict
@@ -387,7 +412,8 @@ def decided(net: Proxy, monkeypatch: pytest.MonkeyPatch, found: list[str], *allo
     return proxy.decide("Mixed.example.org.", 443, lambda host, port: found)
 
 
-def test_only_checked_addresses_are_connected_to(net: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_checked_addresses_are_connected_to(net: Proxy,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     found = ["10.0.0.1", "1.1.1.1", "fd00:ec2::254", "2606:4700::1111", "127.0.0.1"]
     decision = decided(net, monkeypatch, found, "mixed.example.org", "10.0.0.1")
     assert decision.addresses == ["10.0.0.1", "1.1.1.1", "2606:4700::1111"]
@@ -466,15 +492,17 @@ def test_usage(net: Proxy) -> None:
 def test_a_request_goes_on_in_origin_form(running: Proxy) -> None:
     with Recorder(answer=b"HTTP/1.1 200 OK\r\nX: y\r\n\r\nhello") as outside:
         running.allow(outside.place)
-        answer = running.send((f"GET http://{outside.place}/a?b=c HTTP/1.1\r\nHost: {outside.place}\r\n"
-                               "Accept:  */* \r\n"
-                               "Connection: keep-alive, X-Mine, Upgrade\r\nX-Mine: 1\r\nTE: trailers\r\n"
-                               "Keep-Alive: 5\r\n"
-                               "Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic x\r\nTrailer: X\r\n"
-                               "Upgrade: h2c\r\nCookie: a=\xe4\r\n\r\n").encode("latin-1"))
+        answer = running.send(
+            (f"GET http://{outside.place}/a?b=c HTTP/1.1\r\nHost: {outside.place}\r\n"
+             "Accept:  */* \r\n"
+             "Connection: keep-alive, X-Mine, Upgrade\r\nX-Mine: 1\r\nTE: trailers\r\n"
+             "Keep-Alive: 5\r\n"
+             "Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic x\r\nTrailer: X\r\n"
+             "Upgrade: h2c\r\nCookie: a=\xe4\r\n\r\n").encode("latin-1"))
         assert answer == b"HTTP/1.1 200 OK\r\nX: y\r\n\r\nhello"
         assert outside.request() == (f"GET /a?b=c HTTP/1.1\r\nHost: {outside.place}\r\nAccept: */*\r\n"
-                                     "Cookie: a=\xe4\r\nConnection: close\r\n\r\n").encode("latin-1")
+                                     "Cookie: a=\xe4\r\nConnection: close\r\n\r\n").encode(
+                                         "latin-1")
 
 
 @pytest.mark.parametrize("target, path", [
@@ -483,7 +511,8 @@ def test_a_request_goes_on_in_origin_form(running: Proxy) -> None:
 def test_the_path_stays_as_it_is(running: Proxy, target: str, path: str) -> None:
     with Recorder() as outside:
         running.allow(outside.place)
-        running.send(f"GET HTTP://{outside.place}{target} HTTP/1.1\r\nHost: {outside.place}\r\n\r\n".encode())
+        running.send(
+            f"GET HTTP://{outside.place}{target} HTTP/1.1\r\nHost: {outside.place}\r\n\r\n".encode())
         assert outside.request().startswith(f"GET {path} HTTP/1.1\r\n".encode())
 
 
@@ -496,13 +525,15 @@ BODIES = [
     (b"Transfer-Encoding: Chunked\r\n\r\n", b"0\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"),
     # More than is read along with the head.
     (b"Content-Length: 40000\r\n\r\n", b"x" * 39_990 + b"0123456789", b"POST / HTTP/1.1\r\n\r\n"),
-    (b"Transfer-Encoding: chunked\r\n\r\n", b"9c40\r\n" + b"x" * 40_000 + b"\r\n0\r\n\r\n", b"0\r\n\r\n"),
+    (b"Transfer-Encoding: chunked\r\n\r\n", b"9c40\r\n" + b"x" * 40_000 + b"\r\n0\r\n\r\n",
+     b"0\r\n\r\n"),
 ]
 
 
 @pytest.mark.parametrize("step", [3, 100_000])
 @pytest.mark.parametrize("head, body, after", BODIES)
-def test_a_body_goes_on_exactly_and_nothing_after_it(running: Proxy, head: bytes, body: bytes, after: bytes,
+def test_a_body_goes_on_exactly_and_nothing_after_it(running: Proxy, head: bytes, body: bytes,
+                                                     after: bytes,
                                                      step: int) -> None:
     with Recorder(mark=b"\r\n\r\n" + body) as outside:
         running.allow(outside.place)
@@ -599,11 +630,13 @@ def test_connection_cannot_take_away_what_frames_a_request(running: Proxy, conne
 
 
 @pytest.mark.parametrize("body", [
-    b"5 \r\nhello\r\n0\r\n\r\n", b"5\nhello\r\n0\r\n\r\n", b"5\r\nhello0\r\n\r\n", b"5\r\nhelloX\r\n0\r\n\r\n",
+    b"5 \r\nhello\r\n0\r\n\r\n", b"5\nhello\r\n0\r\n\r\n", b"5\r\nhello0\r\n\r\n",
+    b"5\r\nhelloX\r\n0\r\n\r\n",
     b"x\r\n\r\n",
     b"-5\r\n\r\n", b"0x5\r\nhello\r\n0\r\n\r\n", b"\r\n0\r\n\r\n", b"5;a\nb\r\nhello\r\n0\r\n\r\n",
     b"fffffffffffffffff\r\n",
-    b"0\r\nnot a trailer\r\n\r\n", b"0\r\nX: y\n\r\n\r\n", b"5;" + b"a" * 5000 + b"\r\n", b"5\r\nhello\n0\r\n\r\n",
+    b"0\r\nnot a trailer\r\n\r\n", b"0\r\nX: y\n\r\n\r\n", b"5;" + b"a" * 5000 + b"\r\n",
+    b"5\r\nhello\n0\r\n\r\n",
 ])
 def test_wrong_chunks_are_refused(running: Proxy, body: bytes) -> None:
     with Outside(silent) as outside:
@@ -627,19 +660,24 @@ def test_a_body_that_ends_too_early_is_refused(running: Proxy) -> None:
 
 
 @pytest.mark.parametrize("line, place, reason, command", [
-    ("GET http://example.org/ HTTP/1.1", "example.org", "example.org port 80 is refused: no rule allows it.",
+    ("GET http://example.org/ HTTP/1.1", "example.org",
+     "example.org port 80 is refused: no rule allows it.",
      "sandbox net allow demo example.org\n"),
-    ("CONNECT example.org:443 HTTP/1.1", "example.org:443", "example.org port 443 is refused: no rule allows it.",
+    ("CONNECT example.org:443 HTTP/1.1", "example.org:443",
+     "example.org port 443 is refused: no rule allows it.",
      "sandbox net allow demo example.org\n"),
-    ("CONNECT example.org:22 HTTP/1.1", "example.org:22", "example.org port 22 is refused: no rule allows it.",
+    ("CONNECT example.org:22 HTTP/1.1", "example.org:22",
+     "example.org port 22 is refused: no rule allows it.",
      "sandbox net allow demo example.org:22\n"),
     ("CONNECT [::1]:22 HTTP/1.1", "[::1]:22", "::1 port 22 is refused: no rule allows it.",
      "sandbox net allow demo [::1]:22\n"),
 ])
-def test_a_refusal_says_how_to_allow_it(running: Proxy, line: str, place: str, reason: str, command: str) -> None:
+def test_a_refusal_says_how_to_allow_it(running: Proxy, line: str, place: str, reason: str,
+                                        command: str) -> None:
     answer = running.send(f"{line}\r\nHost: {place}\r\n\r\n".encode()).decode()
     head, _, text = answer.partition("\r\n\r\n")
-    assert head.startswith(f"HTTP/1.1 403 Forbidden: {' '.join(text.split())}\r\nContent-Type: text/plain\r\n")
+    assert head.startswith(
+        f"HTTP/1.1 403 Forbidden: {' '.join(text.split())}\r\nContent-Type: text/plain\r\n")
     assert text == f"sandbox: {reason}\nTo allow it: {command}"
 
 
@@ -647,7 +685,8 @@ def test_a_refused_address_is_what_to_allow(running: Proxy) -> None:
     running.allow("localhost:81", deny=("[::1]:81",))
     answer = running.send(b"CONNECT localhost:81 HTTP/1.1\r\n\r\n").decode()
     assert answer.startswith("HTTP/1.1 403 ")
-    assert re.search(r"localhost port 81 is refused: (a rule denies ::1|it is at 127\.0\.0\.1), ", answer)
+    assert re.search(r"localhost port 81 is refused: (a rule denies ::1|it is at 127\.0\.0\.1), ",
+                     answer)
     assert re.search(r"To allow it: sandbox net allow demo (\[::1\]|127\.0\.0\.1):81\n$", answer)
 
 
@@ -672,7 +711,8 @@ def test_an_allowed_host_that_cannot_be_reached_is_502(running: Proxy) -> None:
 def test_all_addresses_are_tried(running: Proxy) -> None:
     """localhost is ::1 and 127.0.0.1, and only one of them listens."""
     with Recorder(address="127.0.0.1") as outside:
-        running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}", f"[::1]:{outside.port}")
+        running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}",
+                      f"[::1]:{outside.port}")
         place = f"localhost:{outside.port}"
         assert running.send(f"GET http://{place}/ HTTP/1.1\r\nHost: {place}\r\n\r\n".encode()) == outside.answer
 
@@ -683,7 +723,8 @@ def test_every_line_of_the_log_is_one_json_object(running: Proxy) -> None:
         running.send(f"CONNECT {host}:443 HTTP/1.1\r\nHost: {host}:443\r\n\r\n".encode())
     lines = running.lines()
     assert [line["host"] for line in lines] == ["a" * 253, 'a"b']
-    assert all(set(line) == {"time", "session", "host", "port", "verdict", "rule", "reason"} for line in lines)
+    assert all(set(line) == {"time", "session", "host", "port", "verdict", "rule", "reason"}
+               for line in lines)
 
 
 # --- What is kept ---
@@ -777,7 +818,8 @@ def test_tls_to_an_address_names_no_host(running: Proxy, certificate: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["other.example.org", "localhost.example.org", None])
-def test_tls_with_another_name_is_refused(running: Proxy, certificate: Path, name: str | None) -> None:
+def test_tls_with_another_name_is_refused(running: Proxy, certificate: Path,
+                                          name: str | None) -> None:
     with Sink("127.0.0.1") as outside:
         running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}", "other.example.org")
         with (running.tunnel("localhost", outside.port) as sock,
@@ -840,18 +882,23 @@ WRONG_HELLOS = {
     "no extensions": hello_with(b""), "none of them a name": with_extensions((16, b"\0\x03\x02h2")),
     "two names": with_extensions(sni(b"localhost", b"evil.org")),
     "two extensions": with_extensions(LOCALHOST, LOCALHOST),
-    "second extension": with_extensions(LOCALHOST, sni(b"evil.org")), "empty name": with_extensions(sni(b"")),
-    "other type": with_extensions(sni(b"localhost", kind=1)), "empty list": with_extensions((0, b"\0\0")),
+    "second extension": with_extensions(LOCALHOST, sni(b"evil.org")),
+    "empty name": with_extensions(sni(b"")),
+    "other type": with_extensions(sni(b"localhost", kind=1)),
+    "empty list": with_extensions((0, b"\0\0")),
     "NUL": with_extensions(sni(b"localhost\0.org")), "too short": hello_with(b"\x00\x20\0\0"),
-    "not ASCII": with_extensions(sni(b"\xe4.org")), "not a ClientHello": hello_with(b"", handshake=2),
+    "not ASCII": with_extensions(sni(b"\xe4.org")),
+    "not a ClientHello": hello_with(b"", handshake=2),
     "an alert before it": b"\x15\x03\x01\0\x02\x01\x5a" + with_extensions(LOCALHOST),
     "SSLv2's": b"\x80\x1c\x01\x03\x03\0\x03\0\0\0\x10\0\0\x2f" + bytes(16),
     "any version, another name": b"\x16\0\0" + with_extensions(sni(b"evil.org"))[3:],
     "escapes": with_extensions(sni(b"\x1b]0;x\x07:1")),
     "empty record": b"\x16\x03\x01\0\0", "long record": b"\x16\x03\x01\xff\xff",
     "no hello at all": b"\x16\x03\x01\0\x04\x01\0\0\0",
-    "another record between": b"\x16\x03\x01\0\x05" + with_extensions(LOCALHOST)[5:10] + b"\x17\x03\x03\0\x01x",
-    "never ends": b"\x16\x03\x01\x40\0\x01\xff\xff\xff" + bytes(16380) + (b"\x16\x03\x01\x40\0" + bytes(16384)) * 2,
+    "another record between": b"\x16\x03\x01\0\x05"
+    + with_extensions(LOCALHOST)[5:10] + b"\x17\x03\x03\0\x01x",
+    "never ends": b"\x16\x03\x01\x40\0\x01\xff\xff\xff"
+    + bytes(16380) + (b"\x16\x03\x01\x40\0" + bytes(16384)) * 2,
 }
 
 
@@ -1019,15 +1066,21 @@ def test_a_request_in_a_tunnel(running: Proxy) -> None:
 
 
 @pytest.mark.parametrize("data", [
-    b"GET / HTTP/1.1\r\nHost: other\r\n\r\n", b"GET / HTTP/1.1\r\nHost: 127.0.0.9\r\nHost: other\r\n\r\n",
-    b"GET http://other/ HTTP/1.1\r\nHost: other\r\n\r\n", b"GET http://127.0.0.9/ HTTP/1.1\r\nHost: 127.0.0.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: other\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.9\r\nHost: other\r\n\r\n",
+    b"GET http://other/ HTTP/1.1\r\nHost: other\r\n\r\n",
+    b"GET http://127.0.0.9/ HTTP/1.1\r\nHost: 127.0.0.9\r\n\r\n",
     b"\r\nGET / HTTP/1.1\r\nHost: other\r\n\r\n", b"\nGET / HTTP/1.1\r\nHost: other\r\n\r\n",
-    b" GET / HTTP/1.1\r\nHost: other\r\n\r\n", b"GET\t/ HTTP/1.1\r\nHost: other\r\n\r\n", b"GET\x0b/ HTTP/1.1\r\n\r\n",
+    b" GET / HTTP/1.1\r\nHost: other\r\n\r\n", b"GET\t/ HTTP/1.1\r\nHost: other\r\n\r\n",
+    b"GET\x0b/ HTTP/1.1\r\n\r\n",
     b"GET\r/ HTTP/1.1\r\nHost: other\r\n\r\n", b"SSH-2.0-x / HTTP/1.1\r\nHost: other\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /\r\n\r\n",
-    b"get / HTTP/1.1\r\n\r\n", b"G(T / HTTP/1.1\r\nHost: other\r\n\r\n", b"SSH-2.0-x / http/1.1\r\n\r\n",
-    b"SSH-" + b"X" * 300 + b" / HTTP/1.1\r\nHost: other\r\n\r\n", b"X" * 40000 + b" / HTTP/1.1\r\nHost: other\r\n\r\n",
+    b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
+    b"GET /\r\n\r\n",
+    b"get / HTTP/1.1\r\n\r\n", b"G(T / HTTP/1.1\r\nHost: other\r\n\r\n",
+    b"SSH-2.0-x / http/1.1\r\n\r\n",
+    b"SSH-" + b"X" * 300 + b" / HTTP/1.1\r\nHost: other\r\n\r\n",
+    b"X" * 40000 + b" / HTTP/1.1\r\nHost: other\r\n\r\n",
 ], ids=lambda data: repr(data[:40]))
 @pytest.mark.parametrize("step", [1, 1000])
 def test_no_other_host_slips_through_a_tunnel(running: Proxy, data: bytes, step: int) -> None:
@@ -1057,7 +1110,8 @@ def test_a_server_that_speaks_first(running: Proxy) -> None:
 
 
 @pytest.mark.parametrize("data", [
-    b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n", b"\0\0\0\x08\x04\xd2\x16\x2f", b"*1\r\n$4\r\nPING\r\n", b"PING\r\n",
+    b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n", b"\0\0\0\x08\x04\xd2\x16\x2f", b"*1\r\n$4\r\nPING\r\n",
+    b"PING\r\n",
     b"\x13\x02ab", b"{\"json\":1}\n", b"\xff\xfb\x1f", b"\xff\xfd\x01\xff",
 ])
 @pytest.mark.parametrize("step", [1, 1000])
@@ -1076,7 +1130,8 @@ def switching(sock: socket.socket) -> None:
     early += sock.recv(100) if select.select([sock], [], [], 0.3)[0] else b""
     wanted = b"Connection: Upgrade" in head and b"Upgrade: websocket" in head and b"h2c" not in head
     if wanted and not early:
-        sock.sendall(b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\nfirst")
+        sock.sendall(
+            b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\nfirst")
         echo(sock)
     else:
         sock.sendall(b"HTTP/1.1 426 No\r\n\r\n" + early)
@@ -1099,7 +1154,8 @@ def test_without_a_101_nothing_more_goes_up(running: Proxy) -> None:
     with Recorder(answer=b"HTTP/1.1 400 No\r\n\r\n") as outside:
         running.allow(outside.place)
         with running.connect() as sock:
-            sock.sendall(f"GET http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\nUpgrade: websocket\r\n"
+            sock.sendall(
+                f"GET http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\nUpgrade: websocket\r\n"
                          "Connection: upgrade\r\n\r\nGET /second HTTP/1.1\r\n\r\n".encode())
             assert read_all(sock) == outside.answer
         assert b"second" not in outside.request()
@@ -1182,7 +1238,8 @@ def test_a_client_that_goes_is_told_to_the_server(running: Proxy) -> None:
     with Outside(handler) as outside:
         running.allow(outside.place)
         with running.connect() as sock:
-            sock.sendall(f"GET http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n\r\n".encode())
+            sock.sendall(
+                f"GET http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n\r\n".encode())
             wait_for(lambda: outside.connections == 1)
         wait_for(lambda: ends == [b""])
 
@@ -1238,7 +1295,8 @@ print(sock.recv(100))
 sock.sendall(b"\\0hello")
 print(sock.recv(100))
 """
-        done = subprocess.run(["unshare", "-n", sys.executable, "-c", session], env=net.env(), capture_output=True,
+        done = subprocess.run(["unshare", "-n", sys.executable, "-c", session], env=net.env(),
+                              capture_output=True,
                               text=True, timeout=60)
         assert done.stdout.splitlines() == ["no way around", r"b'HTTP/1.1 200 Connection established\r\n\r\n'",
                                             r"b'\x00hello'"], done.stderr
@@ -1310,7 +1368,8 @@ def test_what_is_no_listener_is_closed(running: Proxy, tmp_path: Path) -> None:
     unix.listen()
     connected, peer = socket.socketpair()
     reader, writer = os.pipe()
-    things: list[Any] = [socket.socket(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM), unix, connected,
+    things: list[Any] = [socket.socket(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM), unix,
+                         connected,
               open(tmp_path / "file", "w")]  # noqa: SIM115
     before = open_files(running)
     for number in (*(thing.fileno() for thing in things), writer):

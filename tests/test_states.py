@@ -94,7 +94,8 @@ def test_an_ordinary_user_with_the_client_alone_is_given_podman(machine: Machine
     machine.own_project()
     machine.offer("podman", "uidmap", "slirp4netns")
     machine.remove(*DOCKER, "podman")
-    assert_said(machine, "engine", "there is no dockerd", "sudo apt-get update", "podman", user=USER)
+    assert_said(machine, "engine", "there is no dockerd", "sudo apt-get update", "podman",
+                user=USER)
     assert_mended(machine, f"{INSTALL} podman uidmap slirp4netns", user=USER)
 
 
@@ -102,7 +103,8 @@ def test_nobody_but_root_can_install(machine: Machine) -> None:
     machine.remove(*DOCKER, "podman")
     machine.own_project()
     ask = "ask an administrator to run: apt-get update && "
-    assert_said(machine, "engine", "neither docker nor podman is installed", ask, yes=True, user=USER)
+    assert_said(machine, "engine", "neither docker nor podman is installed", ask, yes=True,
+                user=USER)
 
 
 def test_a_docker_that_this_machine_cannot_run(machine: Machine) -> None:
@@ -110,7 +112,8 @@ def test_a_docker_that_this_machine_cannot_run(machine: Machine) -> None:
     machine.remove(*DOCKER, "podman")
     other = "b = bytearray(open('/bin/true', 'rb').read()); b[18] ^= 255; open('/usr/local/bin/docker', 'wb').write(b)"
     machine.must("sh", "-c", f"python3 -c \"{other}\" && chmod 755 /usr/local/bin/docker")
-    assert_said(machine, "engine", "/usr/local/bin/docker: Exec format error", f"{INSTALL} docker.io")
+    assert_said(machine, "engine", "/usr/local/bin/docker: Exec format error",
+                f"{INSTALL} docker.io")
 
 
 def test_podman_alone_is_enough(machine: Machine) -> None:
@@ -133,8 +136,10 @@ def test_what_a_killed_docker_has_left_is_no_obstacle(stopped: Machine) -> None:
     """Its pid files name processes that are others by now, and nobody listens at its socket."""
     bind = "import socket; socket.socket(socket.AF_UNIX).bind('/run/docker.sock')"
     stopped.must("sh", "-c", "mkdir -p /run/docker/containerd && echo 1 | tee /run/docker.pid "
-                             f"/run/docker/containerd/containerd.pid && python3 -c \"{bind}\"")  # fmt: skip
-    assert_said(stopped, "daemon", NO_DOCKER, "rm -f /var/run/docker.pid /var/run/docker/containerd/containerd.pid")
+                             # fmt: skip
+                             f"/run/docker/containerd/containerd.pid && python3 -c \"{bind}\"")
+    assert_said(stopped, "daemon", NO_DOCKER,
+                "rm -f /var/run/docker.pid /var/run/docker/containerd/containerd.pid")
     assert_mended(stopped, "setsid dockerd")
 
 
@@ -153,7 +158,8 @@ def test_the_last_words_of_a_daemon_that_does_not_start_are_shown(stopped: Machi
 
 def test_a_stopped_daemon_is_the_administrators(stopped: Machine) -> None:
     stopped.own_project()
-    assert_said(stopped, "daemon", NO_DOCKER, "ask an administrator to run: ", "dockerd", yes=True, user=USER)
+    assert_said(stopped, "daemon", NO_DOCKER, "ask an administrator to run: ", "dockerd", yes=True,
+                user=USER)
 
 
 # --- A daemon that is closed to the person ---
@@ -192,7 +198,8 @@ def test_who_became_a_member_after_the_login_needs_nobody(closed: Machine) -> No
 
 def test_a_socket_that_is_roots_alone(closed: Machine) -> None:
     closed.must("chgrp", "root", "/var/run/docker.sock")
-    assert_said(closed, "permission", DENIED, "ask an administrator for access to it", yes=True, user=USER)
+    assert_said(closed, "permission", DENIED, "ask an administrator for access to it", yes=True,
+                user=USER)
 
 
 def test_from_nothing_running_to_a_session_of_an_ordinary_user(closed: Machine) -> None:
@@ -208,12 +215,14 @@ def test_from_nothing_running_to_a_session_of_an_ordinary_user(closed: Machine) 
     ("env", "message", "remedy"),
     [
         ({"DOCKER_HOST": "tcp://127.0.0.1:1"}, "tcp://127.0.0.1:1", "or correct DOCKER_HOST"),
-        ({"DOCKER_HOST": "tcp://nowhere.invalid:2375"}, "nowhere.invalid", "or correct DOCKER_HOST"),
+        ({"DOCKER_HOST": "tcp://nowhere.invalid:2375"}, "nowhere.invalid",
+         "or correct DOCKER_HOST"),
         ({"DOCKER_CONTEXT": "away"}, "unix:///nonexistent.sock", "or correct the docker context"),
         ({"DOCKER_CONTEXT": "none"}, '"none"', "docker context use default"),
     ],
 )
-def test_an_address_that_leads_nowhere(machine: Machine, env: dict[str, str], message: str, remedy: str) -> None:
+def test_an_address_that_leads_nowhere(machine: Machine, env: dict[str, str], message: str,
+                                       remedy: str) -> None:
     machine.must("docker", "context", "create", "away", "--docker", "host=unix:///nonexistent.sock")
     machine.remove("podman")
     check = "engine" if env.get("DOCKER_CONTEXT") == "none" else "daemon"
@@ -240,12 +249,15 @@ NOT_ON_PATH = "executable file not found in $PATH"
 @pytest.mark.parametrize(
     ("message", "helpers"),
     [
-        (f'Error: command required for rootless mode: exec: "newuidmap": {NOT_ON_PATH}', ["newuidmap"]),
-        (f'level=error msg="invalid internal status: exec: \\"newgidmap\\": {NOT_ON_PATH}"', ["newgidmap"]),
+        (f'Error: command required for rootless mode: exec: "newuidmap": {NOT_ON_PATH}',
+         ["newuidmap"]),
+        (f'level=error msg="invalid internal status: exec: \\"newgidmap\\": {NOT_ON_PATH}"',
+         ["newgidmap"]),
         (f"Error: could not find pasta, the network namespace can't be configured: exec: \"pasta\": {NOT_ON_PATH}",
          ["pasta"]),
         ("Error: netavark: nftables error: unable to execute nft: No such file or directory (os error 2)", ["nft"]),
-        ('Error: could not find "netavark" in one of [/usr/libexec/podman /usr/lib/podman].', ["netavark"]),
+        ('Error: could not find "netavark" in one of [/usr/libexec/podman /usr/lib/podman].',
+         ["netavark"]),
         ("Error: could not find a working conmon binary (configured options: [/usr/bin/conmon]: ...)", ["conmon"]),
         ('Error: default OCI runtime "crun" not found: invalid argument', ["crun"]),
         (f'runc create failed: unable to start container process: exec: "python3": {NOT_ON_PATH}: unknown', []),
@@ -277,7 +289,8 @@ def test_a_helper_of_rootless_podman_is_missing(podman: Machine, helper: str) ->
 def test_catatonit_is_missing(podman: Machine) -> None:
     podman.offer("catatonit")
     podman.remove("catatonit")
-    assert_said(podman, "network", "catatonit", f"sudo env DEBIAN_FRONTEND=noninteractive {INSTALL} catatonit",
+    assert_said(podman, "network", "catatonit",
+                f"sudo env DEBIAN_FRONTEND=noninteractive {INSTALL} catatonit",
                 user=USER)  # fmt: skip
     assert_mended(podman, f"{INSTALL} catatonit", user=USER)
 
@@ -305,7 +318,8 @@ def test_no_user_ids_for_rootless_podman(podman: Machine) -> None:
     detail = doctor(podman, user=USER)["daemon"]
     assert "/etc/subuid and /etc/subgid do not name this user" in detail["detail"]
     assert "sudo usermod --add-subuids 301000-366535 --add-subgids 301000-366535" in detail["remedy"]
-    built = podman.sandbox("build", "--yes", user=USER)  # which comes no further than to a base image
+    # which comes no further than to a base image
+    built = podman.sandbox("build", "--yes", user=USER)
     assert built.returncode == 1 and "sandbox: run: sudo usermod" in built.stderr
     assert doctor(podman, user=USER)["daemon"]["status"] == "ok"
     ids = podman.must("podman", "unshare", "cat", "/proc/self/uid_map", user=USER).split()
@@ -331,7 +345,8 @@ def test_no_room_for_what_a_build_needs(machine: Machine) -> None:
     machine.runtime = "docker"
     machine.load_docker()
     machine.start_dockerd()
-    (machine.engine.home / "sandbox.json").write_text(json.dumps({"imageBuildArgs": [f"BASE={IMAGE}"]}))
+    (machine.engine.home / "sandbox.json").write_text(
+        json.dumps({"imageBuildArgs": [f"BASE={IMAGE}"]}))
     machine.must("sh", "-c", "mkdir /small && mount -t tmpfs -o size=8k tmpfs /small")
     ran = machine.sandbox("run", "--yes", "-x", "true", env={"TMPDIR": "/small"})
     assert ran.returncode == 125 and "No space left on device" in ran.stderr, ran.stderr
@@ -363,7 +378,8 @@ def test_a_base_image_takes_root(machine: Machine) -> None:
 
 def test_a_python_without_its_virtual_environments(machine: Machine) -> None:
     """Debian has ensurepip in a package of its own, and so the remedy begins with it."""
-    version = machine.must(PYTHON, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
+    version = machine.must(PYTHON, "-c",
+                           "import sys; print('%d.%d' % sys.version_info[:2])").strip()
     machine.remove(f"python{version}-venv")
     machine.must("sh", "-c", f"cp -r {machine.engine.area}/app /app && rm -r /app/websockets")
     served = machine.run(PYTHON, "-S", "/app", "serve")

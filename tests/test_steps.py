@@ -31,11 +31,13 @@ def argv(*lines: str) -> list[str]:
 
 
 def where(home: Path, **more: str) -> dict[str, Any]:
-    return {"env": {"PATH": os.environ["PATH"], "SANDBOX_HOME": str(home), "TERM": "xterm-256color", **more}}
+    return {"env": {"PATH": os.environ["PATH"], "SANDBOX_HOME": str(home), "TERM": "xterm-256color",
+                    **more}}
 
 
 def run(home: Path, *lines: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv(*lines), capture_output=True, text=True, timeout=60, **where(home, **more))
+    return subprocess.run(argv(*lines), capture_output=True, text=True, timeout=60,
+                          **where(home, **more))
 
 
 def logs(home: Path) -> list[Path]:
@@ -70,7 +72,8 @@ def test_verbose_lets_everything_through(tmp_path: Path) -> None:
 
 def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:
     code = CODE.replace('["sh", "-c", line]', "[line]")
-    answer = subprocess.run([sys.executable, "-c", code, str(ROOT), "no-such-program"], capture_output=True, text=True,
+    answer = subprocess.run([sys.executable, "-c", code, str(ROOT), "no-such-program"],
+                            capture_output=True, text=True,
                             **where(tmp_path))
     assert answer.returncode == 1 and "there is no program no-such-program" in answer.stderr
     assert logs(tmp_path) == []

@@ -15,7 +15,8 @@ PROMPT = "Keep it? [y] "
 def agent(engine: Engine, project: Path, home: Path) -> str:
     """A program that stands where an agent would: it says how it was started, and what it reads."""
     program = project / "claude"
-    program.write_text('#!/bin/sh\necho "agent:$*:"\nread line\necho "read:$line"\nexit ${line:-4}\n')
+    program.write_text(
+        '#!/bin/sh\necho "agent:$*:"\nread line\necho "read:$line"\nexit ${line:-4}\n')
     program.chmod(0o755)
     write_config(home, env={"PATH": f"{project}:/bin"})
     return "agent:--dangerously-skip-permissions:"
@@ -94,7 +95,8 @@ def test_rm_on_exit_asks_nothing(engine: Engine, agent: str, name: str) -> None:
     assert PROMPT not in terminal.output and name not in container_names(engine)
 
 
-def test_the_default_is_a_shell_and_the_size_is_the_terminals(engine: Engine, project: Path, name: str) -> None:
+def test_the_default_is_a_shell_and_the_size_is_the_terminals(engine: Engine, project: Path,
+                                                              name: str) -> None:
     with engine.pty("run", "-n", name, rows=41, cols=133) as terminal:
         terminal.send("stty size; tty; echo $TERM\n")
         terminal.expect("41 133")
@@ -126,7 +128,8 @@ def test_keys_go_to_the_program(engine: Engine, project: Path, name: str) -> Non
         terminal.expect(PROMPT)
 
 
-def test_ctrl_c_interrupts_the_program_and_not_the_session(engine: Engine, project: Path, name: str) -> None:
+def test_ctrl_c_interrupts_the_program_and_not_the_session(engine: Engine, project: Path,
+                                                           name: str) -> None:
     script = "trap 'echo caught; exit 42' INT; echo ready; while :; do sleep 1; done"
     with engine.pty("run", "-n", name, "-x", script) as terminal:
         terminal.expect("ready")
@@ -135,7 +138,8 @@ def test_ctrl_c_interrupts_the_program_and_not_the_session(engine: Engine, proje
         assert leave(terminal, "y") == 42
 
 
-def test_a_closed_terminal_leaves_no_process_inside(engine: Engine, project: Path, name: str) -> None:
+def test_a_closed_terminal_leaves_no_process_inside(engine: Engine, project: Path,
+                                                    name: str) -> None:
     mark = "987654"
     with engine.pty("run", "-n", name, "-x", f"echo ready; sleep {mark}") as terminal:
         terminal.expect("ready")

@@ -32,8 +32,10 @@ def service(engine: Engine) -> Iterator[Service]:
     service.end()
 
 
-def head(service: Service, target: str, method: str = "GET", *headers: str, version: str = "HTTP/1.1") -> bytes:
-    lines = [f"{method} {target} {version}", f"Host: {service.address}", *headers, "Connection: close", "", ""]
+def head(service: Service, target: str, method: str = "GET", *headers: str,
+         version: str = "HTTP/1.1") -> bytes:
+    lines = [f"{method} {target} {version}", f"Host: {service.address}", *headers,
+             "Connection: close", "", ""]
     return "\r\n".join(lines).encode("latin-1")
 
 
@@ -223,7 +225,8 @@ def test_logout_ends_the_login_for_good(service: Service) -> None:
     mine = service.cookie
     other = service.log_in()
     attributes = other.headers["Set-Cookie"]
-    assert all(part in attributes for part in ("; Path=/", "; HttpOnly", "; SameSite=Strict", "; Max-Age="))
+    assert all(part in attributes
+               for part in ("; Path=/", "; HttpOnly", "; SameSite=Strict", "; Max-Age="))
     assert service.get("/api/profiles").status == 200
     assert service.post("/auth/logout").status == 200
     assert service.get("/api/profiles").status == 401
@@ -309,7 +312,8 @@ def test_a_name_that_was_allowed(engine: Engine) -> None:
         ({"Sec-Fetch-Site": "same-origin"}, True),
     ],
 )
-def test_a_foreign_origin_changes_nothing(service: Service, headers: dict[str, str], allowed: bool) -> None:
+def test_a_foreign_origin_changes_nothing(service: Service, headers: dict[str, str],
+                                          allowed: bool) -> None:
     known = {"address": service.address, "port": service.port}
     sent = {name: value.format(**known) for name, value in headers.items()}
     login = service.post("/auth/login", {"username": "admin", "password": PASSWORD}, headers=sent)
@@ -357,7 +361,8 @@ def test_logins_are_throttled(engine: Engine) -> None:
     ],
 )
 def test_a_malformed_login_is_told_so(service: Service, body: bytes) -> None:
-    reply = service.request("POST", "/auth/login", body, {"Content-Type": "application/json"}, cookie="")
+    reply = service.request("POST", "/auth/login", body, {"Content-Type": "application/json"},
+                            cookie="")
     assert reply.status == 400 and reply.json["error"]["message"], reply.body
 
 
@@ -383,7 +388,8 @@ MALFORMED = {
     "bare lf": (b"GET /auth/login HTTP/1.1\nHost: localhost\n\n\r\n\r\n", 400),
     "bare cr": (b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nA: b\rX: y\r\n\r\n", 400),
     "nul": (b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nA: \0\r\n\r\n", 400),
-    "chunked": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
+    "chunked": (
+        b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
     "both lengths": (
         b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -397,25 +403,31 @@ MALFORMED = {
         b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n",
         400,
     ),
-    "list of lengths": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4, 4\r\n\r\n", 400),
-    "signed length": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: +4\r\n\r\n", 400),
-    "negative length": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),
+    "list of lengths": (
+        b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4, 4\r\n\r\n", 400),
+    "signed length": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: +4\r\n\r\n",
+                      400),
+    "negative length": (
+        b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),
     "huge length": (
         b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n",
         400,
     ),
-    "long body": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n" + b"x" * 9000, 413),
+    "long body": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n"
+                  + b"x" * 9000, 413),
     "long target": (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
     "long head": (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 20_000 + b"\r\n\r\n", 431),
     "many headers": (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100 + b"\r\n", 431),
-    "expect": (b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nExpect: magic\r\nContent-Length: 1\r\n\r\nx", 417),
+    "expect": (
+        b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nExpect: magic\r\nContent-Length: 1\r\n\r\nx", 417),
     "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50) + b"\r\n\r\n", 400),
     "binary": (bytes(range(256)) + b"\r\n\r\n", 400),
 }
 
 
 @pytest.mark.parametrize("shape", MALFORMED)
-def test_a_malformed_request_is_refused_and_the_connection_closed(service: Service, shape: str) -> None:
+def test_a_malformed_request_is_refused_and_the_connection_closed(service: Service,
+                                                                  shape: str) -> None:
     data, status = MALFORMED[shape]
     follower = b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\n\r\n"
     answer = service.raw(data + follower)
@@ -482,7 +494,8 @@ def test_pages_have_no_inline_script_and_are_not_cached_and_assets_are(service: 
         page = reply.body.decode()
         assert reply.status == 200 and reply.headers["Cache-Control"] == "no-store"
         assert "script-src 'self';" in reply.headers["Content-Security-Policy"]
-        assert path == "/" or "unsafe" not in reply.headers["Content-Security-Policy"]  # xterm.js styles itself
+        # xterm.js styles itself
+        assert path == "/" or "unsafe" not in reply.headers["Content-Security-Policy"]
         assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|javascript:", page)
         for link in re.findall(r'<(?:script|link)[^>]*(?:src|href)="(/[^"]+)"', page):
             asset = service.get(link)
@@ -594,7 +607,8 @@ def test_directories_of_the_host_are_named(engine: Engine) -> None:
         assert named(f"{top}/beta/29") == [f"{number:04}" for number in range(2900, 2950)]
 
 
-def test_a_broken_configuration_is_reported_and_the_rest_untouched(service: Service, engine: Engine) -> None:
+def test_a_broken_configuration_is_reported_and_the_rest_untouched(service: Service,
+                                                                   engine: Engine) -> None:
     (engine.home / "sandbox.json").write_text('{"memory": }')
     reply = service.get("/api/sessions/whatever-it-is")
     assert reply.status == 500 and "sandbox.json:1:" in reply.json["error"]["message"]
@@ -602,7 +616,8 @@ def test_a_broken_configuration_is_reported_and_the_rest_untouched(service: Serv
     assert service.get("/api/sessions").status == 200
 
 
-def test_half_sent_requests_and_idle_connections_are_bounded_and_others_served(engine: Engine) -> None:
+def test_half_sent_requests_and_idle_connections_are_bounded_and_others_served(
+    engine: Engine) -> None:
     service = Service(engine)
     before = service.resources()
     held = []
@@ -714,7 +729,8 @@ def frame(opcode: int, data: bytes, mask: bool = True, fin: bool = True) -> byte
         os.urandom(2000),
     ],
 )
-def test_broken_frames_end_the_connection_only(service: Service, engine: Engine, name: str, broken: bytes) -> None:
+def test_broken_frames_end_the_connection_only(service: Service, engine: Engine, name: str,
+                                               broken: bytes) -> None:
     service.create(name)
     key = base64.b64encode(bytes(16)).decode()
     request = head(
@@ -774,7 +790,8 @@ def test_the_background_server(engine: Engine, home: Path) -> None:
 
 def test_a_restart_keeps_the_options_that_are_not_given_anew(engine: Engine, home: Path) -> None:
     write_config(home, runs={"work": {"serverUser": "work"}})
-    service = Service(engine, "-U", "admin", "-r", "work", "--allow-host", "box.example", start=False)
+    service = Service(engine, "-U", "admin", "-r", "work", "--allow-host", "box.example",
+                      start=False)
     started = engine.sandbox("serve", service.address, "-d", "-P", "kept", *service.options)
     assert started.returncode == 0, started.stderr
     lock = home / "web" / f"{service.address.replace(':', '_')}.lock"
@@ -803,12 +820,14 @@ def test_the_log_of_a_background_server_is_bounded(engine: Engine, home: Path) -
     connection.close()
     logs = sorted(path for path in (home / "web").iterdir() if ".log" in path.name)
     assert [path.name.partition(".log")[2] for path in logs] == ["", ".1"]
-    assert all(path.stat().st_size < 2.2 * 2**20 and path.stat().st_mode & 0o777 == 0o600 for path in logs)
+    assert all(path.stat().st_size < 2.2 * 2**20 and path.stat().st_mode & 0o777 == 0o600
+               for path in logs)
     wait_for(lambda: " /1199/x" in logs[0].read_text())  # it is written behind the answer
     assert engine.sandbox("serve", service.address, "--stop").returncode == 0
 
 
-def test_a_log_that_cannot_be_written_keeps_nobody_from_an_answer(engine: Engine, home: Path) -> None:
+def test_a_log_that_cannot_be_written_keeps_nobody_from_an_answer(engine: Engine,
+                                                                  home: Path) -> None:
     (home / "web").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", home / "web"], check=True)
     try:
@@ -816,7 +835,8 @@ def test_a_log_that_cannot_be_written_keeps_nobody_from_an_answer(engine: Engine
         assert engine.sandbox("serve", service.address, "-d", "-P", PASSWORD).returncode == 0
         assert service.log_in().status == 200
         with (home / "web" / "filler").open("wb") as filler:
-            subprocess.run(["head", "-c", "100000", "/dev/zero"], stdout=filler, stderr=subprocess.DEVNULL)
+            subprocess.run(["head", "-c", "100000", "/dev/zero"], stdout=filler,
+                           stderr=subprocess.DEVNULL)
         connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
         for _ in range(100):
             connection.request("GET", "/api/profiles", headers={"Cookie": service.cookie})
@@ -902,7 +922,8 @@ def test_the_own_name_is_printed_where_it_leads_here(
 
 def test_where_the_credentials_come_from(engine: Engine, home: Path) -> None:
     write_config(
-        home, serverUser="global", serverPass="global", runs={"work": {"serverUser": "work", "serverPass": "work"}}
+        home, serverUser="global", serverPass="global",
+        runs={"work": {"serverUser": "work", "serverPass": "work"}}
     )
     variables = {"SANDBOX_SERVER_USER": "variable", "SANDBOX_SERVER_PASS": "variable"}
     cases: list[tuple[list[str], str]] = [
@@ -922,7 +943,8 @@ def check_account(engine: Engine, options: list[str], env: dict[str, str], expec
         assert process.stdout and [process.stdout.readline() for _ in range(3)][1] == f"user: {expected}\n"
         body = json.dumps({"username": expected, "password": expected})
         reply = subprocess.run(
-            ["curl", "-s", f"http://{address}/auth/login", "-H", "Content-Type: application/json", "-d", body],
+            ["curl", "-s", f"http://{address}/auth/login", "-H", "Content-Type: application/json",
+             "-d", body],
             capture_output=True,
             text=True,
         )
@@ -962,7 +984,8 @@ def test_tls_and_a_warning_without_it(engine: Engine, home: Path) -> None:
     make_certificate(home)
     address = f"127.0.0.1:{free_port()}"
     with engine.popen(
-        "serve", address, "-P", "pw", "--cert", str(home / "cert.pem"), "--key", str(home / "key.pem")
+        "serve", address, "-P", "pw", "--cert", str(home / "cert.pem"), "--key",
+        str(home / "key.pem")
     ) as process:
         assert process.stdout and "https://" in process.stdout.readline()
         reply = subprocess.run(
@@ -999,7 +1022,8 @@ def test_the_examples_of_the_readme(engine: Engine, project: Path, home: Path, n
     script = "\n".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL))
     service = Service(engine)
     script = (
-        script.replace("127.0.0.1:3000", service.address).replace("/srv/shop", str(project)).replace("shop", name)
+        script.replace("127.0.0.1:3000",
+                       service.address).replace("/srv/shop", str(project)).replace("shop", name)
     )
     answer = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script],
@@ -1023,7 +1047,8 @@ def test_the_engine_that_was_asked_for_is_the_one_that_is_asked(engine: Engine, 
     service.end()
 
 
-def test_the_list_of_sessions_makes_one_engine_call_however_many_ask(engine: Engine, project: Path, home: Path) -> None:
+def test_the_list_of_sessions_makes_one_engine_call_however_many_ask(engine: Engine, project: Path,
+                                                                     home: Path) -> None:
     """The engine's client is a script that notes when it begins and ends."""
     folder = engine.directory()
     notes = folder / "notes"
@@ -1043,7 +1068,8 @@ def test_the_list_of_sessions_makes_one_engine_call_however_many_ask(engine: Eng
     service.end()
 
 
-def test_an_engine_that_does_not_answer_is_a_503_for_all_who_ask(engine: Engine, project: Path, home: Path) -> None:
+def test_an_engine_that_does_not_answer_is_a_503_for_all_who_ask(engine: Engine, project: Path,
+                                                                 home: Path) -> None:
     """Those who ask for the list while it is asked for get the answer of that one call."""
     with SilentEngine(engine) as silent, concurrent.futures.ThreadPoolExecutor(21) as pool:
         service = Service(engine, env=silent.env)

@@ -71,7 +71,8 @@ def test_ten_megabytes_of_random_bytes_come_back_as_they_went(service: Service, 
 @docker_only
 def test_a_flood_both_ways_neither_sticks_nor_loses_anything(service: Service, name: str) -> None:
     service.create(name)
-    # docker's client looks for its detach keys in what is typed, and doubles a byte where a read ends within them.
+    # docker's client looks for its detach keys in what is typed, and doubles a byte where a read
+    # ends within them.
     data = random.Random(2).randbytes(3_000_000).replace(b"\x1c\0", b"\x1c\1") + b"."
     with service.terminal(name) as screen:
         run(screen, "stty raw -echo; echo rea''dy; exec cat")
@@ -111,7 +112,8 @@ def test_the_last_line_always_arrives(service: Service, name: str) -> None:
 def test_resume_has_nothing_missing_and_nothing_twice(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
-        run(screen, "stty -echo; i=0; while [ $i -lt 3000 ]; do echo line-$i; i=$((i+1)); done; echo al''l")
+        run(screen,
+            "stty -echo; i=0; while [ $i -lt 3000 ]; do echo line-$i; i=$((i+1)); done; echo al''l")
         screen.expect("line-100\r\n")
         id, seq, first = screen.hello["id"], screen.seq, screen.output
     with service.terminal(name, f"id={id}&from={seq}") as screen:
@@ -158,7 +160,8 @@ def test_one_writer_many_viewers(service: Service, name: str) -> None:
 
 
 @docker_only
-def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Service, name: str) -> None:
+def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Service,
+                                                                    name: str) -> None:
     service.create(name)
     with service.terminal(name) as slow, service.terminal(name) as other:
         before = service.resident_bytes()
@@ -219,7 +222,8 @@ def test_a_wrong_control_message_ends_the_connection_and_not_the_terminal(
 
 
 @docker_only
-def test_a_terminal_of_a_killed_server_is_cleaned_up_by_the_next(service: Service, name: str) -> None:
+def test_a_terminal_of_a_killed_server_is_cleaned_up_by_the_next(service: Service,
+                                                                 name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
         run(screen, "sleep 76543")
@@ -300,7 +304,8 @@ def test_a_logout_ends_a_terminal_that_takes_nothing(service: Service, name: str
         path = f"/api/sessions/{name}/terminals"
         assert [row["ended"] for row in service.get(path).json] == [False, False]
         wait_for(lambda: [row["viewers"] for row in service.get(path).json] == [0, 0])
-        wait_for(lambda: service.resources()[0] <= threads + 1)  # a thread ends after its connection
+        # a thread ends after its connection
+        wait_for(lambda: service.resources()[0] <= threads + 1)
 
 
 @docker_only

@@ -58,13 +58,14 @@ TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"+) ([!-~]+) HTTP/1\.([01])")
 HEADER = re.compile(rb"(" + TOKEN + rb"+):[ \t]*([\t -~\x80-\xff]*)")
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~]*)?")
-# What some server might read as the start of a request or of a TLS handshake (a record of any type and version, or
-# SSLv2's hello, which names no host), and what may still become that.
+# What some server might read as the start of a request or of a TLS handshake (a record of any type
+# and version, or SSLv2's hello, which names no host), and what may still become that.
 HTTP_LIKE = re.compile(rb"[\r\n]|[!-~]*(?:[\t\x0b\x0c\x1c-\x20\x85\xa0]|\r[^\n])")
 TLS_LIKE = re.compile(rb"[\x14-\x18]|[\x80-\xff].\x01[\0-\x03]", re.DOTALL)
 UNDECIDED = re.compile(rb"[!-~]*\r?|[\x80-\xff](?:.\x01?)?", re.DOTALL)
 LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
-NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # with such a last label, a C library reads a name as an address
+# with such a last label, a C library reads a name as an address
+NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 CHANGE_CIPHER_SPEC, HANDSHAKE, RECORD_TYPES = 20, 22, range(20, 25)
 CLIENT_HELLO, SERVER_HELLO, SERVER_NAME, SUPPORTED_VERSIONS, TLS_1_3 = 1, 2, 0, 43, 0x304
 HELLO_RETRY_RANDOM = bytes.fromhex(
@@ -101,7 +102,8 @@ def networks(text: str) -> list[tuple[bytes, int]]:
 
 
 NAT64 = networks("64:ff9b::/96")
-# IANA's special-purpose registries; of IPv6 all but 2000::/3, and 6to4 and Teredo, which can lead anywhere.
+# IANA's special-purpose registries; of IPv6 all but 2000::/3, and 6to4 and Teredo, which can lead
+# anywhere.
 PRIVATE = networks(
     "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 "
     "192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/3 "
@@ -207,7 +209,8 @@ Entry = dict[str, str | int]  # a decision as it is written
 class Decision:
     """Allowed exactly when `reason` is empty; `addresses` are what may be connected to, `missing` what a rule lacks."""
 
-    def __init__(self, host: str, port: int, reason: str = "", rule: str = "", missing: str = "") -> None:
+    def __init__(self, host: str, port: int, reason: str = "", rule: str = "",
+                 missing: str = "") -> None:
         self.host, self.port, self.time = host, port, time.time()
         self.reason, self.rule, self.missing = reason, rule, missing
         self.addresses: list[str] = []
@@ -413,7 +416,8 @@ def connect(decision: Decision) -> socket.socket:
     failure = "its name has no address"
     for index, address in enumerate(decision.addresses):
         left = (deadline - time.monotonic()) / (len(decision.addresses) - index)
-        sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET,
+                             socket.SOCK_STREAM)
         try:
             bound_buffers(sock)
             sock.settimeout(max(left, 0.1))
@@ -423,7 +427,8 @@ def connect(decision: Decision) -> socket.socket:
         except OSError as error:
             failure = f"{address}: {error.strerror or error}"
             sock.close()
-    raise Answer(502, f"sandbox: {decision.host} port {decision.port} is allowed but cannot be reached: {failure}\n")
+    raise Answer(502,
+                 f"sandbox: {decision.host} port {decision.port} is allowed but cannot be reached: {failure}\n")
 
 
 def log(decision: Decision) -> None:
@@ -598,7 +603,8 @@ class Body:
 
 # --- Relaying ---
 
-BUFFERS: list[mmap.mmap] = []  # not from the heap, which would keep what two hundred threads once needed
+# not from the heap, which would keep what two hundred threads once needed
+BUFFERS: list[mmap.mmap] = []
 
 
 class Pipe:
@@ -607,7 +613,8 @@ class Pipe:
     What is long goes through a pipe of the kernel's, which hands on pages and copies nothing.
     """
 
-    def __init__(self, source: socket.socket, sink: socket.socket, data: bytes, body: Body | None = None) -> None:
+    def __init__(self, source: socket.socket, sink: socket.socket, data: bytes,
+                 body: Body | None = None) -> None:
         self.source, self.sink, self.body = source, sink, body
         self.data, self.open, self.moved = memoryview(data), True, 0
         self.buffer: mmap.mmap | None = None
@@ -736,7 +743,8 @@ def relay(up: Pipe, down: Pipe, both: bool) -> None:
 # --- One client ---
 
 
-def forward(client: socket.socket, request: Request, rest: bytes, server: socket.socket, path: str, host: str) -> None:
+def forward(client: socket.socket, request: Request, rest: bytes, server: socket.socket, path: str,
+            host: str) -> None:
     """Send one request on, and nothing after it. Raises Answer and OSError."""
     head = request.outgoing(path, host)
     body = Body(request)
@@ -751,7 +759,8 @@ def forward(client: socket.socket, request: Request, rest: bytes, server: socket
         raise Answer(0 if down.moved else answer.status, str(answer)) from None
 
 
-def upgrade(client: socket.socket, head: bytes, rest: bytes, server: socket.socket, empty: Body) -> None:
+def upgrade(client: socket.socket, head: bytes, rest: bytes, server: socket.socket,
+            empty: Body) -> None:
     """Only after the server's 101 does anything more of the client go to it."""
     server.settimeout(HEAD_SECONDS)
     server.sendall(head)
@@ -813,7 +822,8 @@ def secure_tunnel(client: socket.socket, data: bytes, server: socket.socket, hos
         raise Answer(0, "") from None
 
 
-def tunnelled_request(client: socket.socket, data: bytes, server: socket.socket, host: str, port: int) -> None:
+def tunnelled_request(client: socket.socket, data: bytes, server: socket.socket, host: str,
+                      port: int) -> None:
     head, rest = read_head(client, data, time.monotonic() + HEAD_SECONDS)
     request = Request(head)
     if not request.target.startswith("/") and (request.method, request.target) != ("OPTIONS", "*"):
@@ -1130,7 +1140,8 @@ def accept_clients(link: socket.socket, listener: socket.socket) -> None:
         start(serve_client, client, CLIENTS)
 
 
-def start(target: Callable[[socket.socket], None], sock: socket.socket, slots: threading.Semaphore) -> None:
+def start(target: Callable[[socket.socket], None], sock: socket.socket,
+          slots: threading.Semaphore) -> None:
     """Serve a socket in a thread of its own, or close it where there are too many."""
     if slots.acquire(blocking=False):
         try:
@@ -1146,7 +1157,8 @@ def start(target: Callable[[socket.socket], None], sock: socket.socket, slots: t
 
 def cmd_serve() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))  # the first process of a container has no default for them
+        # the first process of a container has no default for them
+        signal.signal(number, lambda *_: os._exit(0))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
     threading.stack_size(STACK_BYTES)
@@ -1167,7 +1179,8 @@ def start_rules() -> None:
             write_rules(os.environ.get("SANDBOX_RULES", ""))
         current_rules()
     except (OSError, ValueError) as error:
-        print(f"sandbox: everything is refused: the rules cannot be used ({error})", file=sys.stderr)
+        print(f"sandbox: everything is refused: the rules cannot be used ({error})",
+              file=sys.stderr)
 
 
 def listen(path: str) -> socket.socket:
@@ -1188,7 +1201,8 @@ def cmd_gate() -> int:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                print(f"sandbox: the network proxy does not take port {PORT}: {error}", file=sys.stderr)
+                print(f"sandbox: the network proxy does not take port {PORT}: {error}",
+                      file=sys.stderr)
                 return 1
             time.sleep(RETRY_SECONDS)
     if not os.fork():

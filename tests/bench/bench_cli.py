@@ -28,14 +28,16 @@ def seconds(*commands: Sequence[str]) -> float:
     return time.perf_counter() - start
 
 
-def pair(title: str, ceiling: float, count: int, ours: Callable[[], float], bare: Callable[[], float]) -> bool:
+def pair(title: str, ceiling: float, count: int, ours: Callable[[], float],
+         bare: Callable[[], float]) -> bool:
     """Print one row; True when the median ratio is at or under the ceiling."""
     ours(), bare()
     rows = [(bare(), ours()) for _ in range(count)]
     ratios = [b / a for a, b in rows]
     low, middle, high = statistics.quantiles(ratios, n=4)
     ms = [1000 * statistics.median(column) for column in zip(*rows, strict=True)]
-    print(f"{title:34} {ms[1]:7.1f} ms  {ms[0]:7.1f} ms  {middle:5.2f} ({low:.2f}-{high:.2f})  ceiling {ceiling}")
+    print(
+        f"{title:34} {ms[1]:7.1f} ms  {ms[0]:7.1f} ms  {middle:5.2f} ({low:.2f}-{high:.2f})  ceiling {ceiling}")
     return middle <= ceiling
 
 
@@ -48,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as home:
         os.environ.update(SANDBOX_HOME=home, SANDBOX_RUNTIME=engine)
         os.chdir(home)
-        subprocess.run([sys.executable, BUILD, "sandbox.pyz"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, BUILD, "sandbox.pyz"], check=True,
+                       stdout=subprocess.DEVNULL)
         sandbox = [sys.executable, "-I", f"{home}/sandbox.pyz"]
         run = [*sandbox, "run", "--in", IMAGE_NAME, "--iv", IMAGE_VERSION]
         stem, number = f"bench-{os.getpid()}", iter(range(10**6))
@@ -73,9 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 pair("run -n existing -x true / exec", 1.5, count,
                      lambda: seconds([*run, "-n", stem, "-x", "true"]),
                      lambda: seconds([engine, "exec", stem, "true"])),
-                pair("ps / ps", 3, count, lambda: seconds([*sandbox, "ps"]), lambda: seconds([engine, "ps"])),
+                pair("ps / ps", 3, count, lambda: seconds([*sandbox, "ps"]),
+                     lambda: seconds([engine, "ps"])),
                 pair("create and run / run -d, exec", 1.3, count, create, create_bare),
-                pair("--version / import argparse", 1.5, count, lambda: seconds([*sandbox, "--version"]),
+                pair("--version / import argparse", 1.5, count,
+                     lambda: seconds([*sandbox, "--version"]),
                      lambda: seconds([sys.executable, "-I", "-c", "import argparse"])),
             ]  # fmt: skip
         finally:

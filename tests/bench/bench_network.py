@@ -108,18 +108,21 @@ class Bench:
         self.run(self.stem, "--allow", "127.0.0.1:8080", "--allow", "127.0.0.1:8443")
         label = '{{index .Config.Labels "sandbox.session"}}'
         self.proxy = "sandbox-proxy-" + self.ask("container", "inspect", "--format", label, self.stem)
-        quiet(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
+        quiet(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
+               "/CN=127.0.0.1",
                "-keyout", f"{self.home}/key.pem", "-out", f"{self.home}/cert.pem"])  # fmt: skip
         self.start("server", "python3", "-c", SERVER)
         self.start("client", "sleep", "infinity")
 
     def start(self, name: str, *argv: str) -> None:
         self.others.append(f"{self.stem}-{name}")
-        self.ask("run", "-d", "--init", "--name", self.others[-1], "--network", f"container:{self.proxy}",
+        self.ask("run", "-d", "--init", "--name", self.others[-1], "--network",
+                 f"container:{self.proxy}",
                  "-v", f"{self.home}:/certificate:ro", IMAGE, *argv)  # fmt: skip
 
     def ask(self, *argv: str) -> str:
-        return subprocess.run([self.engine, *argv], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run([self.engine, *argv], check=True, capture_output=True,
+                              text=True).stdout.strip()
 
     def inside(self, name: str, program: str, *args: str) -> subprocess.Popen[str]:
         argv = [self.engine, "exec", "-i", name, "python3", "-c", program, *args]
@@ -139,19 +142,23 @@ class Bench:
         """The proxy's resident memory while it holds its connections."""
         holder = self.inside(self.stem, HOLD, str(CONNECTIONS))
         assert read(holder) == str(CONNECTIONS)
-        status = Path(f"/proc/{self.ask('container', 'inspect', '--format', '{{.State.Pid}}', self.proxy)}/status")
-        kilobytes = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS"))
+        status = Path(
+            f"/proc/{self.ask('container', 'inspect', '--format', '{{.State.Pid}}', self.proxy)}/status")
+        kilobytes = next(int(line.split()[1]) for line in status.read_text().splitlines()
+                         if line.startswith("VmRSS"))
         holder.communicate()
         return kilobytes / 1024
 
     def end(self) -> None:
         for name in self.others:
-            subprocess.run([self.engine, "rm", "-f", name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run([self.engine, "rm", "-f", name], stdout=subprocess.DEVNULL,
+                           stderr=subprocess.DEVNULL)
         subprocess.run([*self.sandbox, "rm", self.stem], stdout=subprocess.DEVNULL)
 
 
 def quiet(argv: Sequence[str]) -> None:
-    subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                   stderr=subprocess.DEVNULL, check=True)
 
 
 def read(process: subprocess.Popen[str]) -> str:
@@ -176,13 +183,15 @@ def paired(bench: Bench, kind: str, size: int, count: int) -> list[tuple[float, 
     return rows
 
 
-def show(title: str, rows: Sequence[tuple[float, float]], figure: Callable[[float, float], float], unit: str,
+def show(title: str, rows: Sequence[tuple[float, float]], figure: Callable[[float, float], float],
+         unit: str,
          ceiling: float, least: bool = False) -> bool:
     """Print the median of each side and of a figure made from each pair; whether that keeps its limit."""
     low, middle, high = statistics.quantiles([figure(a, b) for a, b in rows], n=4)
     plain, ours = (1000 * statistics.median(column) for column in zip(*rows, strict=True))
     limit = f"{'at least' if least else 'at most'} {ceiling:g}{unit}"
-    print(f"{title:38} {plain:8.1f} ms {ours:8.1f} ms  {middle:6.2f}{unit} ({low:.2f}-{high:.2f})  {limit}")
+    print(
+        f"{title:38} {plain:8.1f} ms {ours:8.1f} ms  {middle:6.2f}{unit} ({low:.2f}-{high:.2f})  {limit}")
     return middle >= ceiling if least else middle <= ceiling
 
 
@@ -196,14 +205,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.chdir(home)
         bench = Bench(args.runtime, home)
         print(f"{args.runtime:38} {'without':>11} {'with':>11}  figure (quartiles)")
-        starts = [(bench.created(), bench.created("--allow", "127.0.0.1")) for _ in range(args.count + 1)][1:]
+        starts = [(bench.created(), bench.created("--allow", "127.0.0.1"))
+                  for _ in range(args.count + 1)][1:]
         fine = [show("a new session / with an allowlist", starts, lambda a, b: b / a, "x", 2)]
         try:
             bench.open()
             rows = paired(bench, "download", MEGABYTES * 1_000_000, args.count)
-            fine.append(show(f"{MEGABYTES} MB / through the proxy", rows, lambda a, b: a / b, "x", 0.5, least=True))
+            fine.append(show(f"{MEGABYTES} MB / through the proxy", rows, lambda a, b: a / b, "x",
+                             0.5, least=True))
             rows = paired(bench, "tls", 1, 10 * args.count)
-            fine.append(show("a TLS connection / through the proxy", rows, lambda a, b: 1000 * (b - a), " ms", 3))
+            fine.append(show("a TLS connection / through the proxy", rows, lambda a,
+                             b: 1000 * (b - a), " ms", 3))
             memory = bench.memory_megabytes()
             print(f"{f'VmRSS with {CONNECTIONS} connections':38} {memory:28.1f} MB  at most 30 MB")
             fine.append(memory <= 30)

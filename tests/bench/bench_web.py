@@ -110,7 +110,8 @@ def flood(server: Server, table: Table) -> None:
     table.row("50 MB of text, speed over that of the bare PTY", median(ratios), "x",
               f"{fast:.1f} over {reference:.1f} MB/s {quartiles(ratios)}", least=0.95)
     stops = [interrupt_ms(web) for _ in range(ROUNDS)]
-    table.row("Ctrl-C in a flood, until the shell answers", median(stops), "ms", quartiles(stops), most=50)
+    table.row("Ctrl-C in a flood, until the shell answers", median(stops), "ms", quartiles(stops),
+              most=50)
     web.close()
     bare.close()
 
@@ -191,14 +192,16 @@ def memory(server: Server, table: Table) -> None:
                 web.write(b"seq 1 200000; echo do''ne\n")
                 until(web, b"done")
             each = (server.resident_mb() - start) / TERMINALS
-            table.row("each when it has printed more than is kept", each, "MB", "1.05 is kept", most=1.05 + 0.1)
+            table.row("each when it has printed more than is kept", each, "MB", "1.05 is kept",
+                      most=1.05 + 0.1)
         close_all(opened)
         left.append(settled(server) - start)
     table.row(f"left after {TIMES} times {TERMINALS} terminals", left[-1], "MB",
               f"over {start:.1f}; after each time {' '.join(f'{mb:.1f}' for mb in left)}", most=4)
     table.row("grown from the third time to the last", left[-1] - left[2], "MB", most=0.5)
     more = server.threads() - before[0] + server.descriptors() - before[1] + len(server.children())
-    table.row("threads, descriptors and processes left", more + processes_inside(session) - inside, "", most=0)
+    table.row("threads, descriptors and processes left", more + processes_inside(session) - inside,
+              "", most=0)
 
 
 def settled(server: Server) -> float:
@@ -227,7 +230,8 @@ def poll(port: int, cookie: str, pages: int, seconds: float) -> None:
 
 @contextmanager
 def polled(server: Server, pages: int, seconds: float) -> Iterator[None]:
-    process = multiprocessing.Process(target=poll, args=(server.port, server.cookie, pages, seconds), daemon=True)
+    process = multiprocessing.Process(target=poll, args=(server.port, server.cookie, pages,
+                                                         seconds), daemon=True)
     process.start()
     time.sleep(2 * seconds + 0.5)
     try:
@@ -246,7 +250,8 @@ def list_ms(server: Server) -> float:
 
 def ps_ms() -> float:
     began = time.perf_counter()
-    subprocess.run(["docker", "ps"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(["docker", "ps"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                   check=True)
     return (time.perf_counter() - began) * 1000
 
 
@@ -262,7 +267,8 @@ def sessions(server: Server, table: Table) -> None:
               f"{ours:.1f} over {theirs:.1f} ms {quartiles(ratios)}", most=1.2)
     with polled(server, POLLERS, 0):
         most, calls = engine_calls(server, 5)
-    table.row(f"engine calls at once, {POLLERS} pages flat out", most, "", f"{calls / 5:.1f} a second", most=1)
+    table.row(f"engine calls at once, {POLLERS} pages flat out", most, "",
+              f"{calls / 5:.1f} a second", most=1)
     with raw_pair(server, server.sessions[0]) as (web, bare):
         for title, pages, seconds in ((f"{POLLERS} pages", POLLERS, POLL_SECONDS), ("one flat out", 1, 0)):
             before, during = list[tuple[list[float], list[float]]](), list[tuple[list[float], list[float]]]()
@@ -307,7 +313,8 @@ def delays_ms(lines: Iterator[str]) -> list[float]:
 
 
 def bare_lines(session: str) -> Iterator[str]:
-    with subprocess.Popen(["docker", "exec", session, "sh", "-c", TURN], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(["docker", "exec", session, "sh", "-c", TURN], stdout=subprocess.PIPE,
+                          text=True) as process:
         assert process.stdout
         yield from process.stdout
 
@@ -420,7 +427,8 @@ def crowd(server: Server, table: Table) -> None:
         sock.close()
     for title, sent, drip, most in (("half a head", HALF, b"", 11), ("a head byte by byte", HALF, b"x", 11),
                                     ("nothing", b"", b"", 61)):
-        table.row(f"life of a connection that sends {title}", life_seconds(connections(server, 1, sent), drip), "s",
+        table.row(f"life of a connection that sends {title}",
+                  life_seconds(connections(server, 1, sent), drip), "s",
                   most=most)
 
 
@@ -449,13 +457,15 @@ def page(server: Server, table: Table) -> None:
         tab.close()
 
 
-PARTS: list[Callable[[Server, Table], None]] = [echo, flood, stalled, memory, sessions, turn, crowd, page]
+PARTS: list[Callable[[Server, Table], None]] = [echo, flood, stalled, memory, sessions, turn, crowd,
+                                                page]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parts = {part.__name__: part for part in PARTS}
     parser = argparse.ArgumentParser(description="Measure the web service.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(parts)}; all by default")
+    parser.add_argument("parts", nargs="*", metavar="PART",
+                        help=f"one of {', '.join(parts)}; all by default")
     names = parser.parse_args(argv).parts or list(parts)
     if unknown := set(names) - set(parts):
         parser.error(f"there is no part {unknown.pop()}")
@@ -464,7 +474,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         sandbox = build_zipapp(folder)
         for name in names:
-            print(f"\n{name}: {str(parts[name].__doc__).splitlines()[0]}  (load {os.getloadavg()[0]:.1f})", flush=True)
+            print(
+                f"\n{name}: {str(parts[name].__doc__).splitlines()[0]}  (load {os.getloadavg()[0]:.1f})", flush=True)
             with Server(sandbox) as server:
                 parts[name](server, table)
     return int(not table.fine)

@@ -51,7 +51,8 @@ class Table:
         kept = (most is None or value <= most) and (least is None or value >= least)
         limit = f"at most {most:g}" if most is not None else f"at least {least:g}" if least is not None else ""
         self.fine = self.fine and kept
-        print(f"{title:50} {value:9.2f} {unit:5} {limit:14} {'' if kept else 'MISSED':7}{note}", flush=True)
+        print(f"{title:50} {value:9.2f} {unit:5} {limit:14} {'' if kept else 'MISSED':7}{note}",
+              flush=True)
 
 
 # --- The zipapp and its server ---
@@ -79,8 +80,10 @@ class Server:
         (self.home / "sandbox.json").write_text(json.dumps(config))
         argv = [*self.sandbox, "serve", f"127.0.0.1:{self.port}", "-P", PASSWORD]
         self.log = open(self.home / "log", "wb")
-        self.process = subprocess.Popen(argv, env={**os.environ, "SANDBOX_HOME": str(self.home)}, cwd=self.home,
-                                        stdout=subprocess.PIPE, stderr=self.log, start_new_session=True)
+        self.process = subprocess.Popen(argv, env={**os.environ, "SANDBOX_HOME": str(self.home)},
+                                        cwd=self.home,
+                                        stdout=subprocess.PIPE, stderr=self.log,
+                                        start_new_session=True)
         assert self.process.stdout and self.process.stdout.readline().startswith(b"sandbox serves")
         self.log_in()
         return self
@@ -94,7 +97,8 @@ class Server:
             subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.folder.cleanup()
 
-    def request(self, method: str, path: str, body: bytes | None = None, type: str = "") -> tuple[Message, bytes]:
+    def request(self, method: str, path: str, body: bytes | None = None,
+                type: str = "") -> tuple[Message, bytes]:
         """Headers and body of an answer, on a connection of its own."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         headers = {"Cookie": self.cookie, "Content-Type": type}
@@ -109,7 +113,8 @@ class Server:
         return json.loads(self.request("GET", path)[1])
 
     def post(self, path: str, data: object) -> Any:
-        return json.loads(self.request("POST", path, json.dumps(data).encode(), "application/json")[1])
+        return json.loads(self.request("POST", path, json.dumps(data).encode(),
+                                       "application/json")[1])
 
     def log_in(self) -> None:
         body = json.dumps({"username": "admin", "password": PASSWORD}).encode()
@@ -165,7 +170,8 @@ class Bare:
         self.master, slave = pty.openpty()
         tty.setraw(slave)
         argv = ["docker", "exec", "-it", session, "sh"]
-        self.process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave,
+                                        start_new_session=True)
         os.close(slave)
 
     def read(self) -> bytes:
@@ -189,9 +195,12 @@ class WebSocket:
         self.sock = socket.create_connection(("127.0.0.1", server.port))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.seq = self.acked = 0
-        head = {"Host": "localhost", "Cookie": server.cookie, "Upgrade": "websocket", "Connection": "Upgrade",
-                "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": base64.b64encode(bytes(16)).decode()}
-        lines = [f"GET /api/sessions/{session}/terminal HTTP/1.1", *(f"{k}: {v}" for k, v in head.items())]
+        head = {"Host": "localhost", "Cookie": server.cookie, "Upgrade": "websocket",
+                "Connection": "Upgrade",
+                "Sec-WebSocket-Version": "13",
+                "Sec-WebSocket-Key": base64.b64encode(bytes(16)).decode()}
+        lines = [f"GET /api/sessions/{session}/terminal HTTP/1.1",
+                 *(f"{k}: {v}" for k, v in head.items())]
         self.sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
         self.buffer = bytearray()
         while b"\r\n\r\n" not in self.buffer:
