@@ -1207,7 +1207,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
         # a link may have been turned to an engine's socket
         if spec["sources"] != have.get("sources"):
             sandbox.check_mounts(spec)
-    if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
+    if not sandbox.Image(engine, config.image).id:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     try:
@@ -1330,7 +1330,7 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
 def get_decisions(app: App, _request: Request, params: Params) -> Stream:
     """Server-sent events: what the proxy has decided of late, and what it decides."""
     engine, session = find_allowlist(params["session"])
-    argv = sandbox.log_argv(engine, session, "-f", "--tail", str(SHOWN_DECISIONS))
+    argv = engine.logs_argv(session.proxy, follow=True, tail=SHOWN_DECISIONS)
     kept = sorted(sandbox.kept_decisions(engine, session), key=lambda entry: str(entry["time"]))
     last = kept[-SHOWN_DECISIONS:]
     return Stream("text/event-stream; charset=utf-8",
