@@ -2369,120 +2369,6 @@ def terminal_kept(terminal: bool) -> Iterator[None]:
             termios.tcsetattr(0, termios.TCSADRAIN, mode)
 
 
-# --- Jobs ---
-# A job is a command whose output goes into a folder; `sandbox __job` watches it and outlives the
-# web service.
-
-JOB_BYTES = 1 << 30  # of output that is kept
-STATUS_BYTES = 512
-
-
-def write_job(folder: str, job: Mapping[str, Any]) -> None:
-    """Make the folder of a job, which others see when it is supervised.
-
-    The room for its status is taken now, so that it fits on a full disk.
-    """
-    import json
-
-    make_private(folder)
-    for name, content in (("output", b""), ("runs", b""), ("lock", b""), ("status", b" " * STATUS_BYTES)):
-        with open(os.path.join(folder, name), "wb") as file:
-            file.write(content)
-    write_private(os.path.join(folder, "job.json.new"), json.dumps(job))
-
-
-class Recorder:
-    """Writes two streams into one file as they come, and the lengths of their runs into another.
-
-    The runs are stdout's and stderr's in turn, stdout's first, as LEB128; the last one is not written, as it
-    still grows. A run's length is written before what follows it.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.output, self.runs = (os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND)
-                                  for name in ("output", "runs"))
-        self.stream, self.run, self.total, self.error = 0, 0, 0, ""
-
-    def add(self, stream: int, data: bytes) -> None:
-        """Keep the data. A failure is noted, and what comes after it is dropped."""
-        if self.error:
-            return
-        if self.total + len(data) > JOB_BYTES:
-            self.error = f"only the first {self.total} bytes of the output were kept"
-            return
-        try:
-            if stream != self.stream:
-                write_all(self.runs, leb128(self.run))
-                self.stream, self.run = stream, 0
-            write_all(self.output, data)
-        except OSError as error:
-            self.error = f"the output could not be kept: {error.strerror}"
-        self.run, self.total = self.run + len(data), self.total + len(data)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def leb128(number: int) -> bytes:
-    """A number in groups of seven bits, the lowest first."""
-    result = bytearray()
-    while number > 127:
-        result.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*result, number])
-
-
-def supervise(folder: str) -> int:
-    """Detach, run the job of a folder to its end, and write its status. The lock is held before this returns."""
-    import fcntl
-    import json
-
-    path = os.path.join(folder, "job.json")
-    argv = read_json(f"{path}.new")["argv"]
-    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.rename(f"{path}.new", path)  # who saw the job without its lock would take it for lost
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    recorder = Recorder(folder)
-    try:
-        result: dict[str, Any] = {"exit": record(argv, recorder)}
-    except OSError as error:
-        result = {"exit": 125, "error": f"{argv[0]}: {error.strerror}"}
-    import time
-
-    moment = time.time()
-    result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment * 1000) % 1000:03d}Z"
-    status = os.open(os.path.join(folder, "status"), os.O_WRONLY)
-    os.write(status,
-             json.dumps({**({"error": recorder.error} if recorder.error else {}),
-                         **result}).encode())
-    return 0
-
-
-def record(argv: Sequence[str], recorder: Recorder) -> int:
-    """Run argv with its output going to a recorder; its exit status."""
-    import select
-
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    pid = spawn(argv, fds={1: out_end, 2: err_end})
-    Output.close(out_end, err_end)
-    streams, poller = {out: 0, err: 1}, select.poll()
-    for fd in streams:
-        poller.register(fd, select.POLLIN)
-    while streams:
-        for fd, _ in poller.poll():
-            if data := os.read(fd, 65536):
-                recorder.add(streams[fd], data)
-            else:
-                poller.unregister(fd)
-                del streams[fd]
-    return status_of(pid)
-
-
 # --- Image ---
 
 
@@ -3760,7 +3646,7 @@ def dispatch(argv: Sequence[str]) -> int:
         print("\n".join(complete(argv[1:])))
         return 0
     if argv[0] == "__job":
-        return supervise(argv[1])
+        supervise(argv[1])
     command = argv[0] if argv[0] in COMMANDS else "run"
     rest = argv[1:] if argv[0] in COMMANDS else argv
     if command == "run" and rest is argv and not argv[0].startswith("-"):
@@ -3781,6 +3667,14 @@ def dispatch(argv: Sequence[str]) -> int:
         message = f"{error.filename or 'output'}: {error.strerror}"
         raise SandboxError(message, HINTS["no space left"],
                            125 if command == "run" else 1) from None
+
+
+def supervise(folder: str) -> NoReturn:
+    """Be the supervisor of a job: for a web service that has run since before an upgrade."""
+    command = read_json(f"{folder}/job.json.new")["argv"]
+    program = asset("session/job.py").decode()
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", program,
+                              folder, str(1 << 30), *command])
 
 
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
