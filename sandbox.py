@@ -765,7 +765,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
                            setsigdef=reset, **group)
 
 
-def status_of(pid: int) -> int:
+def wait_for(pid: int) -> int:
     """Wait for a process: its exit status, or 128+n when signal n ended it."""
     return exit_status(os.waitpid(pid, 0)[1])
 
@@ -791,7 +791,7 @@ def end_on_signals() -> None:
 def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int = 2) -> int:
     """Run argv with its output on our stderr, or `output`. Raises SandboxError when there is no such program."""
     try:
-        return status_of(spawn(argv, env=env, fds={1: output}))
+        return wait_for(spawn(argv, env=env, fds={1: output}))
     except FileNotFoundError:
         raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}") from None
 
@@ -871,7 +871,7 @@ class Output:
             self.left_ms()
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 0.05)
-        return status_of(self.pid)
+        return wait_for(self.pid)
 
     def left_ms(self) -> float | None:
         """Milliseconds up to the deadline. Raises EngineProblem when it has passed."""
@@ -889,7 +889,7 @@ class Output:
 
     def end(self, number: int) -> None:
         self.kill(number)
-        status_of(self.pid)
+        wait_for(self.pid)
 
     def kill(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -927,7 +927,7 @@ class Step:
             say(self.head)
             status = call(argv, env)
         else:
-            self.log = new_log()
+            self.log = make_log()
             status = self.watch(argv, env)
         if status:
             last = "".join(f"\n  {line}" for line in self.tail)
@@ -957,7 +957,7 @@ class Step:
                             log.write(data)
                         self.note(data.decode(errors="replace"))
                     self.draw()
-            return status_of(pid)
+            return wait_for(pid)
         except FileNotFoundError:
             self.forget_log()
             raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}",
@@ -966,7 +966,7 @@ class Step:
             if pid:
                 with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
                     os.kill(pid, 15)
-                status_of(pid)
+                wait_for(pid)
             self.wipe()
             self.forget_log()
             say(f"{self.title} was interrupted{self.undone}")
@@ -1008,7 +1008,7 @@ class Step:
             self.drawn = 0.0
 
 
-def new_log() -> str:
+def make_log() -> str:
     """An empty log of our own; '' where there is no room for it."""
     path = os.path.join(os.path.abspath(sandbox_home()), "logs", f"{random_id()}.log")
     try:
@@ -1487,26 +1487,26 @@ def with_remedies(action: Callable[[], Any], assume_yes: bool) -> Any:
         try:
             return action()
         except EngineProblem as error:
-            if error.hint in met or not error.remedy.offered or not (assume_yes or asks()):
+            if error.hint in met or not error.remedy.offered or not (assume_yes or can_ask()):
                 raise
-            if not agreed(error, assume_yes):
+            if not confirm(error, assume_yes):
                 raise SandboxError("left as it is", code=error.code) from None
             met.add(error.hint)
             with_remedies(error.remedy.carry_out, assume_yes)
 
 
-def agreed(error: EngineProblem, assume_yes: bool) -> bool:
+def confirm(error: EngineProblem, assume_yes: bool) -> bool:
     """Say what is wrong and what mends it; whether that may be done."""
     say(error.message)
     say(error.remedy.text())
-    return assume_yes or question("Do that now? [y/N] ").lower() in ("y", "yes")
+    return assume_yes or ask_person("Do that now? [y/N] ").lower() in ("y", "yes")
 
 
-def asks() -> bool:
+def can_ask() -> bool:
     return os.isatty(0) and os.isatty(2)
 
 
-def question(text: str) -> str:
+def ask_person(text: str) -> str:
     """Ask on the terminal; the end of input is ''."""
     print(text, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip()
@@ -1894,7 +1894,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
 def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
                      spec: Mapping[str, Any]) -> Session:
     """Create a session anew from what is configured now; where that fails the old one is there, stopped."""
-    stopped(engine, session)
+    stop_session(engine, session)
     engine.ask("rename", session.id, f"{session.name}.{random_id()}")
     try:
         _, fresh = create_session([engine], session.name, config, flags, spec)
@@ -1920,7 +1920,7 @@ def remove_leftover(engine: Engine, session: Session) -> None:
     remove_proxy(engine, session)
 
 
-def started(engine: Engine, session: Session) -> Session:
+def start_session(engine: Engine, session: Session) -> Session:
     """The session, running."""
     if session.state != "running":
         if session.state == "paused":
@@ -1928,7 +1928,7 @@ def started(engine: Engine, session: Session) -> Session:
             raise SandboxError(f"the container {session.name} is paused", hint, 125)
         have, _ = session.created()
         if any(resolved(path) != path for path in have.get("sources", ())):
-            raise turned(session)
+            raise mount_turned(session)
         # anew, for what has run here may have left it stuck; its rules before anything runs
         if session.proxy:
             engine.output(*restart_argv(session), seconds=LONG_SECONDS).result()
@@ -1949,8 +1949,8 @@ def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> 
     argv = ["exec", "--user", "0:0", session.name, "sh", "-c", script, "sandbox", *meant]
     status, _, err = engine.output(*argv).result()
     if status == TURNED_STATUS:
-        stopped(engine, session)
-        raise turned(session)
+        stop_session(engine, session)
+        raise mount_turned(session)
     # else what comes next says how it ended
     if status and end_of(engine, session, status)[0] == "running":
         raise failure(engine.name, err)
@@ -1959,12 +1959,12 @@ def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> 
 TURNED_STATUS = 97
 
 
-def turned(session: Session) -> SandboxError:
+def mount_turned(session: Session) -> SandboxError:
     return SandboxError(f"a mount of {session.name} now leads through a link to another place",
                         f"look at its mounted paths, then: sandbox rm {session.name}", 125)
 
 
-def stopped(engine: Engine, session: Session) -> Session:
+def stop_session(engine: Engine, session: Session) -> Session:
     """The session, with nothing running in it."""
     if session.state == "running":
         engine.ask("stop", "-t", "5", session.name, seconds=LONG_SECONDS)
@@ -2137,7 +2137,7 @@ def network_of(session: Session, config: Config) -> Any:
 # --- Commands in a session ---
 
 
-class Request:
+class RunRequest:
     """One `run`, decided and not yet carried out."""
 
     def __init__(self, args: argparse.Namespace, *, look: bool) -> None:
@@ -2310,7 +2310,7 @@ def terminal_size() -> tuple[int, int]:
     return (size.lines, size.columns) if size.lines and size.columns else (24, 80)
 
 
-def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str],
+def run_command(engine: Engine, session: Session, request: RunRequest, command: Sequence[str],
                 tag: str) -> int:
     """Run a command in a session on our own stdin, stdout and stderr; its exit status.
 
@@ -2344,9 +2344,9 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
         handlers.update(dict.fromkeys((signal.SIGWINCH, signal.SIGALRM), resize_again))
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        with terminal_kept(terminal):
+        with keep_terminal(terminal):
             pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
-            return status_of(pid)
+            return wait_for(pid)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
@@ -2354,7 +2354,7 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
 
 
 @contextmanager
-def terminal_kept(terminal: bool) -> Iterator[None]:
+def keep_terminal(terminal: bool) -> Iterator[None]:
     """Put the terminal back as it was: an engine's client that is killed leaves it raw."""
     if not terminal:
         yield
@@ -2480,7 +2480,7 @@ def record(argv: Sequence[str], recorder: Recorder) -> int:
             else:
                 poller.unregister(fd)
                 del streams[fd]
-    return status_of(pid)
+    return wait_for(pid)
 
 
 # --- Image ---
@@ -2567,7 +2567,7 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False,
     args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
     steps = 1
     if not given.get("BASE"):
-        args["BASE"], steps = base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
+        args["BASE"], steps = ensure_base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
     call_build(engine, tag, args, Step(f"build {tag}", steps, steps, UNMADE))
     if before.id:
         before.remove_untagged()
@@ -2654,7 +2654,7 @@ def agents_stamp(image: Image, update: bool) -> str:
     return str(int(time.time()) // (1 if update else 86400))
 
 
-def base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
+def ensure_base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
     """The distribution's base image: at hand, from a registry, or made from the distribution's mirror.
 
     With it the number of steps that the build has: 2 where the base was fetched or made first.
@@ -2699,12 +2699,12 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
 # --- Commands ---
 
 
-def open_session(request: Request) -> tuple[Engine, Session, bool]:
+def open_session(request: RunRequest) -> tuple[Engine, Session, bool]:
     """The running session of a request, and whether it was created now."""
     if request.session:
         # "created": another run starts it
         engine, fresh = request.engines[0], request.session.state == "exited"
-        session = started(engine, request.session)
+        session = start_session(engine, request.session)
         put_rules(engine, session, request, True)
     else:
         engine, session = create_session(request.engines, request.name, request.config, request.flags,
@@ -2715,11 +2715,11 @@ def open_session(request: Request) -> tuple[Engine, Session, bool]:
     return engine, session, not request.session
 
 
-def put_rules(engine: Engine, session: Session, request: Request, start: bool) -> bool:
+def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
     """Put an existing session's rules in force; those that --allow has added stay. False where its proxy is down."""
     if not session.proxy:
         return True
-    with settings_locked(session.name):  # and read again: somebody may have changed them
+    with lock_settings(session.name):  # and read again: somebody may have changed them
         network = network_of(session,
                              session_config(session, None, request.flags, request.args.profile))
         if start:
@@ -2737,7 +2737,7 @@ def cmd_run(args: argparse.Namespace) -> int:
 
     end_on_signals()
     try:
-        request = with_remedies(lambda: Request(args, look=on_terminal() or args.rm_on_exit),
+        request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
                                 args.yes)
         if not request.looked and request.session and put_rules(request.engines[0], request.session, request, False):
             try:
@@ -2745,13 +2745,13 @@ def cmd_run(args: argparse.Namespace) -> int:
             except NotBegun as error:
                 if not error.sure:
                     try:
-                        Request(args, look=True)  # which may have more to say
+                        RunRequest(args, look=True)  # which may have more to say
                     finally:
                         look_next_time(request.engines[0], request.session)
                     raise
         for _ in range(50):  # docker reserves a name before it shows the container
             if not request.looked:
-                request = with_remedies(lambda: Request(args, look=True), args.yes)
+                request = with_remedies(lambda: RunRequest(args, look=True), args.yes)
             with suppress(NameTaken):
                 engine, session, created = with_remedies(lambda: open_session(request), args.yes)  # noqa: B023
                 break
@@ -2764,7 +2764,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     return converse(request, engine, session, created)
 
 
-def converse(request: Request, engine: Engine, session: Session, created: bool) -> int:
+def converse(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
     """Run what was asked for, and on a terminal ask what to do next; the status of what ran last."""
     try:
         return converse_in(request, engine, session, created)
@@ -2773,7 +2773,7 @@ def converse(request: Request, engine: Engine, session: Session, created: bool) 
             remove_session(engine, session)
 
 
-def converse_in(request: Request, engine: Engine, session: Session, created: bool) -> int:
+def converse_in(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
     import time
 
     base = request.base()
@@ -2790,7 +2790,7 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
         if status == 127 and request.agent:  # a shell's for a program that is not there
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox rm {session.name}, then run this again")
-        again = next_command(request, session, command) if asks else None
+        again = ask_next_command(request, session, command) if asks else None
         if again is None:
             return status
         if not again:
@@ -2859,14 +2859,14 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 
-def next_command(request: Request, session: Session, command: list[str]) -> list[str] | None:
+def ask_next_command(request: RunRequest, session: Session, command: list[str]) -> list[str] | None:
     """What the person wants next: a command, [] to remove the container, None to leave it."""
     resume = compose(request.base(), AGENTS[request.agent].resume) if request.agent else []
     say(f"the container {session.name} is still there")
     while True:
         print(MENU.format(resume="[r] resume  " if resume else ""), file=sys.stderr)
         try:
-            answer = question("Keep it? [y] ").lower()
+            answer = ask_person("Keep it? [y] ").lower()
         except KeyboardInterrupt:  # one press too many, most often
             answer = print(file=sys.stderr) or ""
         if answer in ("", "y"):
@@ -2875,7 +2875,7 @@ def next_command(request: Request, session: Session, command: list[str]) -> list
             args = f" -- {quote_all(agent.resume)}" if agent else ""
             say(f"kept; to come back: sandbox run -n {session.name}{yolo}{args}")
             return None
-        if answer == "x" and (line := question("Command: ")):
+        if answer == "x" and (line := ask_person("Command: ")):
             return compose(line, [])
         choice = {"n": [], "1": command, "i": SHELL} | ({"r": resume} if resume else {})
         if answer in choice:
@@ -2924,7 +2924,7 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def settings_locked(name: str) -> Iterator[None]:
+def lock_settings(name: str) -> Iterator[None]:
     """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
     import fcntl
 
@@ -3132,7 +3132,7 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
 def change_rules(engine: Engine, session: Session,
                  rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
-    with settings_locked(session.name):
+    with lock_settings(session.name):
         settings = read_settings(session.name)
         network = with_rules(network_of(session, session_config(session, settings)), rules)
         write_settings(session.name, settings | {"network": network})
@@ -3225,7 +3225,7 @@ def described(name: str, setting: tuple[Any, str], reveal: bool) -> dict[str, An
 
 def show_command(args: argparse.Namespace) -> int:
     """Print, as lines for a shell, what `run` with the same options would execute."""
-    request = Request(args, look=True)
+    request = RunRequest(args, look=True)
     if request.session:
         engine, session = request.engines[0], request.session
         calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
@@ -3397,16 +3397,16 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     """Check what a run needs; with --fix carry the remedies out."""
     checks = diagnose_all(flags_layer(args))
     mended: set[str] = set()
-    while args.fix and (args.yes or asks()):
+    while args.fix and (args.yes or can_ask()):
         broken = next((c for c in checks
                        if c.remedy and c.remedy.offered and c.remedy.text() not in mended), None)
         if broken is None or not broken.remedy:
             break
         mended.add(broken.remedy.text())
-        if agreed(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
+        if confirm(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
             with_remedies(broken.remedy.carry_out, args.yes)
         checks = diagnose_all(flags_layer(args))
-    if args.fix and not (args.yes or asks()) and any(c.remedy and c.remedy.offered for c in checks):
+    if args.fix and not (args.yes or can_ask()) and any(c.remedy and c.remedy.offered for c in checks):
         say("nothing was changed: there is no terminal to ask on (--yes mends without asking)")
     if args.json:
         import json
