@@ -1240,7 +1240,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     session.created()  # raises where its labels are not whole
     was_running = session.state == "running"
-    sandbox.started(engine, session)
+    sandbox.start_session(engine, session)
     app.sessions.changed()
     if not was_running:
         autostart(engine, session)
@@ -1249,7 +1249,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
 
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
-    sandbox.stopped(engine, session)
+    sandbox.stop_session(engine, session)
     app.sessions.changed()
     return json_answer(session_data(session, engine))
 
@@ -1278,7 +1278,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
     """Change settings: a key that is left out stays, null takes it back to what is configured."""
     data = request.json()
     engine, session = find(params["session"])
-    with sandbox.settings_locked(session.name):
+    with sandbox.lock_settings(session.name):
         settings = checked_settings(data, read_settings(session.name))
         config = session_config(session, settings)
         with as_request_error():
@@ -1369,7 +1369,7 @@ def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
     finally:
         os.close(out)
         os.kill(pid, signal.SIGTERM)
-        sandbox.status_of(pid)
+        sandbox.wait_for(pid)
 
 
 def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
@@ -1472,7 +1472,7 @@ def start_supervisor(args: Sequence[str], script: str) -> None:
             pid = sandbox.spawn([sys.executable, "-I", "-S", "-", *args], fds=fds, own_group=True,
                                 env={**os.environ, "SANDBOX_ENV": script})
         program.write(SUPERVISOR)
-    if sandbox.status_of(pid):
+    if sandbox.wait_for(pid):
         raise WebError("internal", "the supervisor of the job could not be started")
 
 
@@ -2094,7 +2094,7 @@ class Terminal:
         with suppress(KeyError):
             self.poller.unregister(self.master)
         os.close(self.master)
-        self.status = sandbox.status_of(self.pid)
+        self.status = sandbox.wait_for(self.pid)
         self.ended, self.end_time = True, time.monotonic()
         self.input.clear()
         self.app.terminals.changed()
@@ -2246,7 +2246,7 @@ class Terminal:
         if not self.ended:
             self.hang_up()
             os.close(self.master)
-            sandbox.status_of(self.pid)
+            sandbox.wait_for(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
 
 
