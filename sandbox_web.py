@@ -4,8 +4,9 @@ The README, section "Web service API", describes what clients see. How it is mad
 
 - `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines and limits.
 - One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
-- A job is a detached process (static/session/job.py) that writes into ~/.sandbox/jobs/<session>/<job>/;
-  the server only reads there, so it may be killed and started again at any time.
+- A job is a detached process (static/session/job.py), which writes into
+  ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
+  again at any time.
 - A terminal is a PTY that a thread of its own pumps to its viewers' WebSockets and into a ring of 1 MiB.
 
 Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandbox/web/<address>.* (lock, log,
@@ -1408,8 +1409,8 @@ def get_directories(_app: App, request: Request, _params: Params) -> Answer:
 
 # --- Jobs ---
 # ~/.sandbox/jobs/<session>/<job>/: job.json what it is, output the bytes of both streams as they
-# came, runs the lengths of their runs, status how it ended, lock held by the supervisor, cancel when
-# asked. See static/session/job.py.
+# came, runs the lengths of their runs, status how it ended, lock held by the supervisor, cancel
+# when asked. See static/session/job.py.
 
 # Read when the service starts: an upgrade may put another one in its place.
 SUPERVISOR = sandbox.asset("session/job.py")

@@ -113,10 +113,11 @@ def test_wheel_and_zipapp_bring_what_the_pages_load(wheel: Path, zipapp: Path) -
 
 def test_every_way_starts_the_supervisor_of_a_job(way: Way, tmp_path: Path) -> None:
     folder = str(tmp_path / "job")
+    args = [folder, "100", "sh", "-c", 'eval "$SANDBOX_ENV"']
     way.run([*way.python, "-c", f"""
 import sandbox_web
 sandbox_web.write_job({folder!r}, {{}})
-sandbox_web.start_supervisor([{folder!r}, "100", "sh", "-c", 'eval "$SANDBOX_ENV"'], "echo out")"""])
+sandbox_web.start_supervisor({args!r}, "echo out")"""])
     wait_for(Path(folder, "status").read_text().strip)
     assert Path(folder, "output").read_text() == "out\n"
 

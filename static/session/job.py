@@ -10,7 +10,7 @@ output are kept.
 Exit code: 0 as soon as the program has detached itself.
 
 Import budget: as long as a job runs, so does this program. What it imports takes 1 ms; json would
-take 5 and signal 3 more. Nothing is imported later, because Python may be upgraded while a job runs.
+take 5 more and signal 3. Nothing is imported later: Python may be upgraded while a job runs.
 """
 
 import fcntl

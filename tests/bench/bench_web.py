@@ -394,7 +394,7 @@ def bare_first_byte_ms(session: str) -> float:
 
 
 def supervisor_mb(server: Server, session: str) -> tuple[float, float]:
-    """What the supervisor of a job that sleeps holds: all, and its share of what it has with others."""
+    """What the supervisor of a job holds: all, and its share of what it has with others."""
     job = server.post(f"/api/sessions/{session}/command", {"command": "echo x; sleep 1000"})
     folder = server.home / "jobs" / session / job["id"]
     while not (folder / "output").stat().st_size:
@@ -406,7 +406,7 @@ def supervisor_mb(server: Server, session: str) -> tuple[float, float]:
 
 
 def job(server: Server, table: Table) -> None:
-    """The first byte of a job beside that of `docker exec`, and what the supervisors of jobs hold."""
+    """The first byte of a job beside that of `docker exec`, and what the supervisors hold."""
     session = server.session()
     first_byte_ms(server, session), bare_first_byte_ms(session)
     pairs = [(first_byte_ms(server, session), bare_first_byte_ms(session)) for _ in range(JOBS)]
