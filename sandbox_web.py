@@ -4,8 +4,9 @@ The README, section "Web service API", describes what clients see. How it is mad
 
 - `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines and limits.
 - One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
-- A job is a detached process (`sandbox __job`) that writes into ~/.sandbox/jobs/<session>/<job>/; the server
-  only reads there, so it may be killed and started again at any time.
+- A job is a detached process (static/session/job.py), which writes into
+  ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
+  again at any time.
 - A terminal is a PTY that a thread of its own pumps to its viewers' WebSockets and into a ring of 1 MiB.
 
 Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandbox/web/<address>.* (lock, log,
@@ -84,6 +85,8 @@ LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
 KEPT_JOBS = 200
+JOB_BYTES = 1 << 30  # of its output that is kept
+STATUS_BYTES = 512
 TAIL_BYTES = 16 * 1024
 CHUNK_BYTES = 64 * 1024
 RING_BYTES = WINDOW_BYTES = 1024 * 1024
@@ -1238,7 +1241,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     session.created()  # raises where its labels are not whole
     was_running = session.state == "running"
-    sandbox.started(engine, session)
+    sandbox.start_session(engine, session)
     app.sessions.changed()
     if not was_running:
         autostart(engine, session)
@@ -1247,7 +1250,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
 
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
-    sandbox.stopped(engine, session)
+    sandbox.stop_session(engine, session)
     app.sessions.changed()
     return json_answer(session_data(session, engine))
 
@@ -1276,7 +1279,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
     """Change settings: a key that is left out stays, null takes it back to what is configured."""
     data = request.json()
     engine, session = find(params["session"])
-    with sandbox.settings_locked(session.name):
+    with sandbox.lock_settings(session.name):
         settings = checked_settings(data, read_settings(session.name))
         config = session_config(session, settings)
         with as_request_error():
@@ -1367,7 +1370,7 @@ def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
     finally:
         os.close(out)
         os.kill(pid, signal.SIGTERM)
-        sandbox.status_of(pid)
+        sandbox.wait_for(pid)
 
 
 def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
@@ -1406,8 +1409,11 @@ def get_directories(_app: App, request: Request, _params: Params) -> Answer:
 
 # --- Jobs ---
 # ~/.sandbox/jobs/<session>/<job>/: job.json what it is, output the bytes of both streams as they
-# came, runs the lengths of their runs (see sandbox.Recorder), status how it ended, lock held by the
-# supervisor, cancel when asked.
+# came, runs the lengths of their runs, status how it ended, lock held by the supervisor, cancel
+# when asked. See static/session/job.py.
+
+# Read when the service starts: an upgrade may put another one in its place.
+SUPERVISOR = sandbox.asset("session/job.py")
 
 
 def job_folder(session: str, job: str = "") -> str:
@@ -1434,26 +1440,41 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,
            "started": iso(now)}
     try:
-        sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
+        write_job(folder, {"job": job, "tag": tag})
+        start_supervisor([folder, str(JOB_BYTES), *argv], script)
     except BaseException:
         sandbox.remove_tree(folder)
         raise
-    null = os.open(os.devnull, os.O_RDWR)
-    try:
-        pid = sandbox.spawn([*own_argv(), "__job", folder],
-                            env={**os.environ, "SANDBOX_ENV": script},
-                            fds={0: null, 1: null, 2: null}, own_group=True)
-    finally:
-        os.close(null)
-    if sandbox.status_of(pid):
-        raise WebError("internal", "the supervisor of the job could not be started")
     return read_job(session.name, id)
 
 
-def own_argv() -> list[str]:
-    """How to start sandbox.py again, from wherever it was loaded, with nothing but the standard library."""
-    path = os.path.abspath(sandbox.__file__)
-    return [sys.executable, "-I", "-S", path if os.path.isfile(path) else os.path.dirname(path)]
+def write_job(folder: str, job: Mapping[str, Any]) -> None:
+    """Make the folder of a job, which others see when it is supervised.
+
+    The room for its status is taken now, so that it fits on a full disk.
+    """
+    sandbox.make_private(folder)
+    for name, content in (("output", b""), ("runs", b""), ("lock", b""),
+                          ("status", b" " * STATUS_BYTES)):
+        with open(f"{folder}/{name}", "wb") as file:
+            file.write(content)
+    sandbox.write_private(f"{folder}/job.json.new", json.dumps(job))
+
+
+def start_supervisor(args: Sequence[str], script: str) -> None:
+    """Run static/session/job.py and wait until it has detached itself.
+
+    It is read from a pipe, because in a zipapp it is no file that Python could be given.
+    """
+    source, end = os.pipe()
+    with suppress(BrokenPipeError), open(end, "wb") as program:
+        with open(source, "rb") as stdin, open(os.devnull, "r+b", 0) as null:
+            fds = {0: stdin.fileno(), 1: null.fileno(), 2: null.fileno()}
+            pid = sandbox.spawn([sys.executable, "-I", "-S", "-", *args], fds=fds, own_group=True,
+                                env={**os.environ, "SANDBOX_ENV": script})
+        program.write(SUPERVISOR)
+    if sandbox.wait_for(pid):
+        raise WebError("internal", "the supervisor of the job could not be started")
 
 
 def autostart(engine: Engine, session: Session) -> None:
@@ -1515,7 +1536,7 @@ def kept_job(data: Any) -> dict[str, Any]:
 def kept_status(path: str) -> dict[str, Any]:
     """How a job ended; {} while its status is empty, or when it makes no sense. Raises OSError."""
     with open(path, "rb") as file:
-        text = file.read(2 * sandbox.STATUS_BYTES).strip()
+        text = file.read(2 * STATUS_BYTES).strip()
     with suppress(ValueError):
         data = sandbox.parse_json(text or b"{}")
         if isinstance(data, dict) and type(data.get("exit")) is int:
@@ -2074,7 +2095,7 @@ class Terminal:
         with suppress(KeyError):
             self.poller.unregister(self.master)
         os.close(self.master)
-        self.status = sandbox.status_of(self.pid)
+        self.status = sandbox.wait_for(self.pid)
         self.ended, self.end_time = True, time.monotonic()
         self.input.clear()
         self.app.terminals.changed()
@@ -2226,7 +2247,7 @@ class Terminal:
         if not self.ended:
             self.hang_up()
             os.close(self.master)
-            sandbox.status_of(self.pid)
+            sandbox.wait_for(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
 
 
