@@ -2,11 +2,11 @@
 
 import { api, link } from "./api.js";
 import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
-import { agentName, canBePrompted, count, tailOf } from "./format.js";
+import { canBePrompted, count, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { networkText } from "./network.js";
 import { mountForm, mountList } from "./sessions.js";
-import { refresh, startPolling, store } from "./store.js";
+import { agentName, agentsKnown, refresh, startPolling, store } from "./store.js";
 
 const SCREENS = {
   agent: ["Agent", () => import("./agent.js")],
@@ -199,4 +199,4 @@ $("#skip").addEventListener("click", (event) => {
 });
 mountList($("#side"), { place });
 startPolling();
-show();
+agentsKnown().then(show);
