@@ -191,6 +191,9 @@ function parsed(line) {
   }
 }
 
+// --- Readers ---
+// One for each agent's events; READERS at the end has them by name.
+
 // --- Claude Code: stream-json, with or without partial messages ---
 
 const PART = record({ type: text, id: text, name: text, text, thinking: text, input: any,
