@@ -7,10 +7,9 @@
 //   note      { text, tone }                          tone: "info" or "bad"
 //   raw       { text, stream }                        what nobody here knows, as it came
 //   summary   { cost, tokens: { in, out, cached }, milliseconds, turns, failed }
-// An event is told by its shape, and first by that of the agent that was started: a template may run
-// any agent, or something else.
-// An event passes through its type below before anything of it is shown; one that does not fit
-// becomes a raw block.
+// An event is told by its shape, and the agent that was started is only tried first: a template may
+// run any agent, or something else. An event passes through its reader's type before anything of it
+// is shown; one that does not fit becomes a raw block.
 
 import { any, check, flag, list, number, record, text } from "./typed.js";
 
@@ -61,7 +60,7 @@ export class AgentStream {
     this.tools = new Map();
     this.parts = new Map(); // blocks that are still being written, by an id of the stream's
     this.open = null; // the text block that deltas go to
-    this.writing = new Map(); // the message and block that deltas go to, by the sub-agent that writes it
+    this.writing = new Map(); // the message and block that deltas go to, by the sub-agent writing
     this.tokens = { in: 0, out: 0, cached: 0 };
     this.cost = null;
     this.spoke = false;
@@ -225,10 +224,17 @@ function claude(stream, event) {
 }
 
 function claudeSystem(stream, event) {
-  if (event.subtype === "init") return void stream.note(event.model || "started");
-  if (event.subtype === "status" || event.subtype === "thinking_tokens") return true;
-  if (event.subtype === "compact_boundary") return void stream.note("the conversation was compacted");
-  if (event.subtype === "api_retry") return void stream.note("the model service failed; trying again", "bad");
+  switch (event.subtype) {
+    case "init":
+      return void stream.note(event.model || "started");
+    case "status":
+    case "thinking_tokens":
+      return true;
+    case "compact_boundary":
+      return void stream.note("the conversation was compacted");
+    case "api_retry":
+      return void stream.note("the model service failed; trying again", "bad");
+  }
   return false;
 }
 
@@ -238,12 +244,13 @@ function claudePart(stream, part, message) {
   const text = part.text ?? part.thinking;
   check(isText(text));
   // Written delta by delta already? The beginning of the message may not have been seen.
-  const partial = stream.parts.get(`${message} ${kind}`)?.shift() ?? stream.parts.get(`undefined ${kind}`)?.shift();
+  const partial = stream.parts.get(`${message} ${kind}`)?.shift()
+    ?? stream.parts.get(`undefined ${kind}`)?.shift();
   if (partial) return partial.text === text || stream.change(partial, { text });
   return stream.say(text, kind);
 }
 
-/** What is being written stays the same block until its next beginning, whatever comes in between. */
+/** What is being written stays the same block until its next beginning. */
 function claudePartial(stream, { event, parent_tool_use_id: parent }) {
   check(isText(event.type));
   const now = stream.writing.get(parent) ?? {};
@@ -259,7 +266,8 @@ function claudePartial(stream, { event, parent_tool_use_id: parent }) {
   const kind = delta.type === "thinking_delta" ? "thinking" : "text";
   const text = delta.text ?? delta.thinking;
   if (!text) return true;
-  if (now.block?.kind === kind) return void stream.change(now.block, { text: now.block.text + text });
+  if (now.block?.kind === kind)
+    return void stream.change(now.block, { text: now.block.text + text });
   now.block = stream.say(text, kind);
   const key = `${now.message} ${kind}`;
   stream.parts.set(key, [...(stream.parts.get(key) ?? []), now.block]);
@@ -267,7 +275,8 @@ function claudePartial(stream, { event, parent_tool_use_id: parent }) {
 }
 
 function claudeResult(stream, event) {
-  if (event.result && (!stream.spoke || event.is_error)) event.is_error ? stream.note(event.result, "bad") : stream.say(event.result);
+  if (event.result && event.is_error) stream.note(event.result, "bad");
+  else if (event.result && !stream.spoke) stream.say(event.result);
   const usage = event.usage ?? {};
   stream.summarize({
     cost: event.total_cost_usd ?? null,
@@ -304,7 +313,8 @@ function gemini(stream, event) {
       const stats = event.stats ?? {};
       if (event.error) stream.note(errorText(event.error), "bad");
       return void stream.summarize({
-        tokens: { in: stats.input_tokens ?? 0, out: stats.output_tokens ?? 0, cached: stats.cached ?? 0 },
+        tokens: { in: stats.input_tokens ?? 0, out: stats.output_tokens ?? 0,
+          cached: stats.cached ?? 0 },
         milliseconds: stats.duration_ms, failed: event.status === "error",
       });
     }
@@ -345,7 +355,8 @@ function codexItem(stream, item, done) {
     const before = stream.tools.get(item.id);
     if (!before) stream.toolStarts(item.id, name, input);
     if (done) stream.toolEnds(item.id, output, failed);
-    else if (output && output !== before?.output) stream.change(stream.tools.get(item.id), { output });
+    else if (output && output !== before?.output)
+      stream.change(stream.tools.get(item.id), { output });
     return true;
   };
   switch (item.type) {
@@ -358,14 +369,16 @@ function codexItem(stream, item, done) {
         (item.aggregated_output ?? "")
           + (item.exit_code ? `\nexit status ${item.exit_code}` : ""));
     case "file_change":
-      return tool("edit", { path: item.changes?.map((change) => `${change.kind} ${change.path}`).join(", ") }, "");
+      return tool("edit", {
+        path: item.changes?.map((change) => `${change.kind} ${change.path}`).join(", ") }, "");
     case "mcp_tool_call":
       return tool(`${item.server}.${item.tool}`, item.arguments,
         item.error ? errorText(item.error) : resultText(item.result?.content));
     case "web_search":
       return tool("web search", { query: item.query }, "");
     case "todo_list": {
-      const text = item.items.map((todo) => `- ${todo.completed ? "☑" : "☐"} ${todo.text}`).join("\n");
+      const lines = item.items.map((todo) => `- ${todo.completed ? "☑" : "☐"} ${todo.text}`);
+      const text = lines.join("\n");
       return stream.whole({ ...item, text }, "text", done);
     }
     case "error":

@@ -84,7 +84,7 @@ async function showSession(name, screen) {
   drawHead(head, name, null, view);
 
   const load = async () => {
-    view.detail = await api.session(name);
+    [view.detail] = await Promise.all([api.session(name), agentsKnown()]);
     if (!view.gone) drawHead(head, name, view.detail, view);
     return view.detail;
   };
@@ -199,4 +199,4 @@ $("#skip").addEventListener("click", (event) => {
 });
 mountList($("#side"), { place });
 startPolling();
-agentsKnown().then(show);
+show();

@@ -138,7 +138,7 @@ export function mountForm(root, { created }) {
       ...names.map((agent, index) => choice(agent, agentName(agent), index === 0)),
       choice("", "No agent", false));
   }
-  let offered;
+  let offered = "";
   drawAgents();
 
   let known = [];

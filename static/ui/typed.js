@@ -86,8 +86,8 @@ const fitted = (fields, one) => {
 };
 
 export const job = fitted({ id: shown, session: shown, kind: shown, state: shown, exit: amount,
-  command: shown, prompt: shown, agent: shown, started: when, ended: when, size: amount, error: shown,
-  tail: shown }, "error");
+  command: shown, prompt: shown, agent: shown, started: when, ended: when, size: amount,
+  error: shown, tail: shown }, "error");
 const rules = fitted({ allow: texts, deny: texts }, "allow");
 const session = { name: shown, state: shown, agent: shown, directory: shown };
 export const row = fitted({ ...session, network: shown, agentMode: whether, jobs: amount,
