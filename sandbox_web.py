@@ -102,17 +102,6 @@ LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it ke
 Params = Mapping[str, str]
 Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 
-# How each agent is prompted without a terminal: JSON events as they come, and a conversation that
-# goes on (all four begin one where there is none). A prompt that begins with a dash is no option.
-PROMPT_COMMANDS = {
-    "claude": "claude -p --continue --output-format stream-json --verbose --include-partial-messages"
-              " --dangerously-skip-permissions -- {prompt}",
-    "gemini": "gemini --prompt={prompt} --resume latest --output-format stream-json --yolo",
-    "codex": "codex exec resume --last --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
-             " -- {prompt}",
-    "opencode": "opencode run --continue --format json -- {prompt}",
-}
-
 # --- Errors ---
 
 # The one table from the code of an error to its status.
@@ -1079,7 +1068,11 @@ SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
 def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
     """A session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
-    return str(own if own is not None else configured or PROMPT_COMMANDS.get(agent, ""))
+    return str(own if own is not None else configured or agents_prompt(agent))
+
+
+def agents_prompt(agent: str) -> str:
+    return sandbox.AGENTS[agent].prompt if agent in sandbox.AGENTS else ""
 
 
 def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
@@ -1387,8 +1380,11 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
             profiles.append({"name": name, "agent": "", "image": "", "directory": "",
                              "error": error.message})
     directory = base_config().get("hostPath") or ""
+    details = [{"name": agent.program, "title": agent.title, "shortcuts": agent.shortcuts,
+                "agentPromptCommand": agent.prompt, "events": agent.events}
+               for agent in sandbox.AGENTS.values()]
     return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS),
-                        "directory": directory})
+                        "agentDetails": details, "directory": directory})
 
 
 def get_directories(_app: App, request: Request, _params: Params) -> Answer:
@@ -1741,7 +1737,7 @@ def post_prompt(app: App, request: Request, params: Params) -> Answer:
                        "set agentPromptCommand in its settings")
     command = insert_prompt(template)
     shown = {"prompt": prompt,
-             "agent": session.agent if template == PROMPT_COMMANDS.get(session.agent) else ""}
+             "agent": session.agent if template == agents_prompt(session.agent) else ""}
     return json_answer(start_job(engine, session, "prompt", command, shown,
                                  {"SANDBOX_PROMPT": prompt}), 201)
 
