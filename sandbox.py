@@ -431,30 +431,48 @@ def a_command(value: Any) -> str | list[str]:
 
 
 def a_rule(value: Any) -> str:
-    """`<host>[:<port>]` in lower case: a name, `*.` and a name, or an address; without a port it means 443 and 80."""
+    """`<host>[:<port>]` in its one form: a name, `*.` and a name, or an address.
+
+    Without a port it means 443 and 80. Rule in static/image/proxy.py, a program of its own, takes
+    the same texts and means the same by them.
+    """
     import re
 
-    what = "<host>[:<port>]: a name, *.name for what is below it, or an address; no http://, no path"
-    text = a_string(value).lower()
-    text = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
-    label = r"[a-z0-9_]([\w-]{0,61}\w)?"
-    found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?",
-                         text, re.ASCII)
-    host, port = (canonical_host(found[1]), found.groups()[-1]) if found else ("", None)
-    if not host or int(port or 1) > 65535:
-        raise ValueError(f"{value!r} is not {what}")
-    return f"{host}:{port}" if port else host
+    text = a_string(value)
+    bare = text.count(":") > 1 and not text.startswith("[")  # an IPv6 address without its brackets
+    found = re.fullmatch(r"(\*\.)?(?:\[(.*:.*)\]|([^:]*))(?::([0-9]{1,5}))?",
+                         f"[{text}]" if bare else text)
+    below, address, name, port = found.groups("") if found else ("", "", "", "")
+    host = canonical_host(address or name)
+    if not host or not 0 < int(port or 1) < 65536 or (below and is_address(host)):
+        raise ValueError(f"{value!r} is not <host>[:<port>]: a name, *.name for what is below it, "
+                         "or an address; no http://, no path")
+    host = f"[{host}]" if ":" in host else host
+    return below + host + (f":{int(port)}" if port else "")
 
 
-def canonical_host(host: str) -> str:
-    """A name, or an address written the one way; '' for what is neither, as `127.1` and `0x7f.1`."""
-    if not host.startswith("[") and not host.rpartition(".")[2][:1].isdigit():
-        return host if len(host) < 254 else ""
-    import ipaddress
+def is_address(host: str) -> bool:
+    """Whether a host is to be an address: with such a last label C libraries read a name as one."""
+    import re
 
-    with suppress(ValueError):
-        address = ipaddress.ip_address(host.strip("[]"))
-        return f"[{address}]" if address.version == 6 else str(address)
+    return ":" in host or bool(re.fullmatch(r"[0-9]+|0x[0-9a-f]*", host.rpartition(".")[2]))
+
+
+def canonical_host(text: str) -> str:
+    """A name or an address written the one way, '' for what is neither, as `127.1` and `0x7f.1`."""
+    import re
+
+    host = text.removesuffix(".").lower() if text.isascii() else ""
+    if not is_address(host):
+        label = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+        named = len(host) < 254 and re.fullmatch(rf"{label}(\.{label})*", host)
+        return host if named else ""
+    from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
+
+    with suppress(OSError):
+        data = inet_pton(AF_INET6 if ":" in host else AF_INET, host)
+        data = data[12:] if data[:12] == bytes(10) + b"\xff\xff" else data
+        return inet_ntop(AF_INET if len(data) == 4 else AF_INET6, data)
     return ""
 
 
