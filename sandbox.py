@@ -49,12 +49,12 @@ CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGI
 # Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. The
 # environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
 # The first command after a start of the container starts the autostart script: a client that is
-# killed loses nothing. Whose it is, is decided by a directory that is named after the time at which
-# the container started. The script is detached by two setsid, of which the second leads a group and
-# therefore forks: `&` would make it ignore SIGINT. In a job that is the script itself
-# SANDBOX_AUTOSTART is `job`. The last thing is to note that the command begins: has_begun() looks
-# for that. Where the disk is full the notes are emptied, after which nobody can say that a command
-# has not begun.
+# killed loses nothing. Which command is the first one is decided by who makes a directory that is
+# named after the time at which the container started. Two setsid detach the script: the second one
+# leads a process group and therefore forks. `&` would make the script ignore SIGINT.
+# SANDBOX_AUTOSTART is `job` where the command itself is the autostart script. At the end a note is
+# written that the command begins, for has_begun(). On a full disk the notes are emptied: then
+# nobody can claim that a command has not begun.
 EXEC_SCRIPT = """\
 n=0
 until [ -e /run/sandbox-ready ]; do
@@ -285,7 +285,7 @@ def unquote_env(name: str, rest: str) -> str:
     mark, value, at = rest[0], "", 1
     while at < len(rest) and rest[at] != mark:
         escaped = rest[at + 1 : at + 2] if mark == '"' and rest[at] == "\\" else ""
-        # bash uses these two internally, and reads them wrongly here
+        # bash marks its own quoting with these two characters, so it would read another value.
         if escaped in ("\x01", "\x7f"):
             raise ValueError(f"the value of {name} has a backslash before a control character")
         if escaped and escaped in '"\\$`':
@@ -533,8 +533,8 @@ class Key:
     `variable`, of our environment, counts less than the file, or more (`above_file`).
     What is `fixed` is what a session is created from: to change it takes a new container. It is in
     the session's specification by its name, or as a part of another field (`part_of`). `limit` is
-    the engines' own option for it. `excludes` names the key that does not go together with it.
-    A `setting` may be made for one session.
+    the engines' own option for it. `excludes` names the key that does not go together with it: of
+    the two the one of the higher layer counts. A `setting` may be made for one session.
     """
 
     def __init__(self, name: str, check: Callable[[Any], Any], flags: str = "", metavar: str = "",
@@ -805,7 +805,8 @@ def environ_layer(*, above_file: bool) -> Layer:
 
 def default_layer() -> Layer:
     values = {key.name: key.default for key in KEYS.values() if key.default is not None}
-    with suppress(SandboxError):  # that it is gone matters to run alone
+    # Only `run` needs the current directory, and says that it is gone.
+    with suppress(SandboxError):
         values["hostPath"] = current_directory()
     return Layer(values, "default", places=dict.fromkeys(values, "default"))
 
@@ -862,7 +863,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
 
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
-    # not SIGHUP: nohup means the child, too
+    # Under nohup SIGHUP stays ignored: the person wants that for the child as well.
     reset = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE]
     reset += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in (fds or {}).items()]
@@ -871,7 +872,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
                            setsigdef=reset, **group)
 
 
-def status_of(pid: int) -> int:
+def wait_for(pid: int) -> int:
     """Wait for a process: its exit status, or 128+n when signal n ended it."""
     return exit_status(os.waitpid(pid, 0)[1])
 
@@ -897,7 +898,7 @@ def end_on_signals() -> None:
 def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int = 2) -> int:
     """Run argv with its output on our stderr, or `output`. Raises SandboxError when there is no such program."""
     try:
-        return status_of(spawn(argv, env=env, fds={1: output}))
+        return wait_for(spawn(argv, env=env, fds={1: output}))
     except FileNotFoundError:
         raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}") from None
 
@@ -977,7 +978,7 @@ class Output:
             self.left_ms()
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 0.05)
-        return status_of(self.pid)
+        return wait_for(self.pid)
 
     def left_ms(self) -> float | None:
         """Milliseconds up to the deadline. Raises EngineProblem when it has passed."""
@@ -995,7 +996,7 @@ class Output:
 
     def end(self, number: int) -> None:
         self.kill(number)
-        status_of(self.pid)
+        wait_for(self.pid)
 
     def kill(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -1033,7 +1034,7 @@ class Step:
             say(self.head)
             status = call(argv, env)
         else:
-            self.log = new_log()
+            self.log = make_log()
             status = self.watch(argv, env)
         if status:
             last = "".join(f"\n  {line}" for line in self.tail)
@@ -1063,7 +1064,7 @@ class Step:
                             log.write(data)
                         self.note(data.decode(errors="replace"))
                     self.draw()
-            return status_of(pid)
+            return wait_for(pid)
         except FileNotFoundError:
             self.forget_log()
             raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}",
@@ -1072,7 +1073,7 @@ class Step:
             if pid:
                 with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
                     os.kill(pid, 15)
-                status_of(pid)
+                wait_for(pid)
             self.wipe()
             self.forget_log()
             say(f"{self.title} was interrupted{self.undone}")
@@ -1114,7 +1115,7 @@ class Step:
             self.drawn = 0.0
 
 
-def new_log() -> str:
+def make_log() -> str:
     """An empty log of our own; '' where there is no room for it."""
     path = os.path.join(os.path.abspath(sandbox_home()), "logs", f"{random_id()}.log")
     try:
@@ -1230,7 +1231,7 @@ def missing_helpers(stderr: str) -> list[str]:
     text, names = stderr.lower(), "|".join(HELPERS)
     found = [name for pattern in MISSING
              for name in re.findall(pattern.replace("NAME", names), text)]
-    # it does not say which
+    # netavark does not say which of the two it misses.
     if not found and re.search(r"^error: netavark: .*\(os error 2\)", text, re.MULTILINE):
         found = [name for name in ("nft", "iptables") if not program(name)]
     return list(dict.fromkeys(found))
@@ -1322,7 +1323,7 @@ def engine_packages(name: str) -> list[str]:
         return ["podman", "uidmap", "slirp4netns"]
     with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
         if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
-            # a package of its own from Debian 13 on, that docker.io only recommends
+            # From Debian 13 on the client is a package of its own, which docker.io only recommends.
             return ["docker-cli"]
     return ["docker.io"]
 
@@ -1547,7 +1548,7 @@ def first_answer(engines: Sequence[Engine],
             status, out, err = start(engine).result()
         except FileNotFoundError:
             continue
-        except EngineProblem as error:  # it does not answer, nor will it what it was asked ahead
+        except EngineProblem as error:  # it will not answer the question asked ahead either
             asked, engine.asked = engine.asked, None
             if asked:
                 asked.end(9)
@@ -1556,7 +1557,7 @@ def first_answer(engines: Sequence[Engine],
         except OSError as error:  # not a program that this machine can run
             broken += f"{program(engine.name) or engine.name}: {error.strerror}\n"
             continue
-        # docker info gives its daemon's failure as data, and some versions end with 0
+        # `docker info` prints a failure of its daemon as data, and some versions end with status 0.
         if out.startswith("!"):
             status, err = 1, out[1:]
         if not status or diagnose(err) in ("", "image"):
@@ -1593,26 +1594,26 @@ def with_remedies(action: Callable[[], Any], assume_yes: bool) -> Any:
         try:
             return action()
         except EngineProblem as error:
-            if error.hint in met or not error.remedy.offered or not (assume_yes or asks()):
+            if error.hint in met or not error.remedy.offered or not (assume_yes or can_ask()):
                 raise
-            if not agreed(error, assume_yes):
+            if not confirm(error, assume_yes):
                 raise SandboxError("left as it is", code=error.code) from None
             met.add(error.hint)
             with_remedies(error.remedy.carry_out, assume_yes)
 
 
-def agreed(error: EngineProblem, assume_yes: bool) -> bool:
+def confirm(error: EngineProblem, assume_yes: bool) -> bool:
     """Say what is wrong and what mends it; whether that may be done."""
     say(error.message)
     say(error.remedy.text())
-    return assume_yes or question("Do that now? [y/N] ").lower() in ("y", "yes")
+    return assume_yes or ask_person("Do that now? [y/N] ").lower() in ("y", "yes")
 
 
-def asks() -> bool:
+def can_ask() -> bool:
     return os.isatty(0) and os.isatty(2)
 
 
-def question(text: str) -> str:
+def ask_person(text: str) -> str:
     """Ask on the terminal; the end of input is ''."""
     print(text, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip()
@@ -1630,7 +1631,7 @@ class Session:
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
         self.profile = labels.get("sandbox.profile", "")
         self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
-        # its proxy and the volume that the two share, '' for a network without an allowlist
+        # The name of its proxy and of the volume that both mount; '' without an allowlist.
         proxied = labels.get("sandbox.network") == "allow"
         self.proxy = f"sandbox-proxy-{labels.get('sandbox.session')}" if proxied else ""
         self.volume = self.proxy.replace("proxy", "net")
@@ -1697,15 +1698,15 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
     return engine, session
 
 
-# A run without a terminal skips the look: it execs into the id that the name had. An id is never
-# given twice, so at worst the engine knows no such container, or it is stopped. Then cmd_run looks
-# after all, but only where the container itself shows that the command did not begin: no command
-# runs twice.
+# A run without a terminal does not look for the container first: it execs into the id that the
+# name had when it was last seen. Ids are never given twice, so at worst the engine knows no such
+# container, or the container is stopped. Then cmd_run looks for it after all and tries again, but
+# only where the container itself shows that the command did not begin: no command runs twice.
 ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
 BEGAN_BYTES = 16 << 20  # eleven for each command
 LOG_TAIL_BYTES = 65536
-# root inside can write to it
+# The log has a limit, because root inside the container can write to it.
 SESSION_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1m")
 
 
@@ -1896,7 +1897,7 @@ def place_of(source: str) -> str:
             if fields[0] == mount:
                 inner = within(path, fields[4]) or ""
                 return f"{fields[2]} {os.path.join(fields[3], inner) if inner else fields[3]}"
-    raise FileNotFoundError(f"no mount {mount}")  # in a root directory that is no mount
+    raise FileNotFoundError(f"no mount {mount}")  # as under chroot, where "/" is no mount
 
 
 def engine_sockets() -> list[str]:
@@ -1995,7 +1996,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         raise failure(engine.name, err)
     limited = any(config.source(key.name) not in ("", "default") for key in limits())
     if limited and err.strip():
-        say(err.strip())  # the engine cannot keep them
+        say(err.strip())  # the engine warns that it cannot enforce a limit
     session.id = out.strip()
     remember(engine, session)
     return engine, session
@@ -2004,7 +2005,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
 def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
                      spec: Mapping[str, Any]) -> Session:
     """Create a session anew from what is configured now; where that fails the old one is there, stopped."""
-    stopped(engine, session)
+    stop_session(engine, session)
     engine.ask("rename", session.id, f"{session.name}.{random_id()}")
     try:
         _, fresh = create_session([engine], session.name, config, flags, spec)
@@ -2017,7 +2018,7 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
 
 def container_user(rootless: bool) -> str:
     """uid:gid in the container whose files belong to us: a rootless engine maps its root to us."""
-    # `sg docker` has made docker our group
+    # `sg docker` has made docker our group; this variable holds the one that we had before.
     own_group = os.environ.get("SANDBOX_REGROUPED") or os.getgid()
     return "0:0" if rootless else f"{os.getuid()}:{own_group}"
 
@@ -2030,7 +2031,7 @@ def remove_leftover(engine: Engine, session: Session) -> None:
     remove_proxy(engine, session)
 
 
-def started(engine: Engine, session: Session) -> Session:
+def start_session(engine: Engine, session: Session) -> Session:
     """The session, running."""
     if session.state != "running":
         if session.state == "paused":
@@ -2038,8 +2039,9 @@ def started(engine: Engine, session: Session) -> Session:
             raise SandboxError(f"the container {session.name} is paused", hint, 125)
         have, _ = session.created()
         if any(resolved(path) != path for path in have.get("sources", ())):
-            raise turned(session)
-        # anew, for what has run here may have left it stuck; its rules before anything runs
+            raise mount_turned(session)
+        # Restart the proxy: what ran in the session before may have left it stuck. Give it its
+        # rules before any command runs.
         if session.proxy:
             engine.output(*restart_argv(session), seconds=LONG_SECONDS).result()
             set_rules(engine, session, network_of(session, session_config(session)))
@@ -2059,9 +2061,9 @@ def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> 
     argv = ["exec", "--user", "0:0", session.name, "sh", "-c", script, "sandbox", *meant]
     status, _, err = engine.output(*argv).result()
     if status == TURNED_STATUS:
-        stopped(engine, session)
-        raise turned(session)
-    # else what comes next says how it ended
+        stop_session(engine, session)
+        raise mount_turned(session)
+    # Where the container has ended, the command that comes next says so.
     if status and end_of(engine, session, status)[0] == "running":
         raise failure(engine.name, err)
 
@@ -2069,12 +2071,12 @@ def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> 
 TURNED_STATUS = 97
 
 
-def turned(session: Session) -> SandboxError:
+def mount_turned(session: Session) -> SandboxError:
     return SandboxError(f"a mount of {session.name} now leads through a link to another place",
                         f"look at its mounted paths, then: sandbox rm {session.name}", 125)
 
 
-def stopped(engine: Engine, session: Session) -> Session:
+def stop_session(engine: Engine, session: Session) -> Session:
     """The session, with nothing running in it."""
     if session.state == "running":
         engine.ask("stop", "-t", "5", session.name, seconds=LONG_SECONDS)
@@ -2157,7 +2159,7 @@ def set_rules(engine: Engine, session: Session, network: Any) -> None:
     if engine.output(*set_argv(session, network)).result()[0]:
         start_proxy(engine, session)
         engine.ask(*set_argv(session, network))
-        if session.state == "running":  # its gate looks for a new proxy now and then
+        if session.state == "running":  # the session's gate takes a moment to find a new proxy
             engine.output("exec", session.name, "sh", "-c", LISTENING).result()
 
 
@@ -2185,7 +2187,7 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
     path = f"{session.proxy}:{KEPT_DIRECTORY}/decisions"
     status, out, _ = engine.output("cp", path, "-").result()
     if status:
-        return []  # there was none yet, or the proxy is one that kept none
+        return []  # nothing was decided yet, or an old proxy that keeps no such file
     with tarfile.open(fileobj=io.BytesIO(out.encode())) as archive:
         files = [archive.extractfile(member) for member in archive]
         lines = [line for file in files if file for line in file.read().splitlines()]
@@ -2209,7 +2211,7 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     if not session.proxy:
         return []
     out = ""
-    with suppress(EngineProblem):  # which is no reason to lose the status of what has run
+    with suppress(EngineProblem):  # a log that cannot be read must not hide the command's status
         _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
     entries = filter(None, map(decision_of, out.splitlines()))
     denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries
@@ -2247,7 +2249,7 @@ def network_of(session: Session, config: Config) -> Any:
 # --- Commands in a session ---
 
 
-class Request:
+class RunRequest:
     """One `run`, decided and not yet carried out."""
 
     def __init__(self, args: argparse.Namespace, *, look: bool) -> None:
@@ -2420,7 +2422,7 @@ def terminal_size() -> tuple[int, int]:
     return (size.lines, size.columns) if size.lines and size.columns else (24, 80)
 
 
-def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str],
+def run_command(engine: Engine, session: Session, request: RunRequest, command: Sequence[str],
                 tag: str) -> int:
     """Run a command in a session on our own stdin, stdout and stderr; its exit status.
 
@@ -2454,9 +2456,9 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
         handlers.update(dict.fromkeys((signal.SIGWINCH, signal.SIGALRM), resize_again))
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        with terminal_kept(terminal):
+        with keep_terminal(terminal):
             pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
-            return status_of(pid)
+            return wait_for(pid)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
@@ -2464,7 +2466,7 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
 
 
 @contextmanager
-def terminal_kept(terminal: bool) -> Iterator[None]:
+def keep_terminal(terminal: bool) -> Iterator[None]:
     """Put the terminal back as it was: an engine's client that is killed leaves it raw."""
     if not terminal:
         yield
@@ -2590,7 +2592,7 @@ def record(argv: Sequence[str], recorder: Recorder) -> int:
             else:
                 poller.unregister(fd)
                 del streams[fd]
-    return status_of(pid)
+    return wait_for(pid)
 
 
 # --- Image ---
@@ -2677,7 +2679,7 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False,
     args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
     steps = 1
     if not given.get("BASE"):
-        args["BASE"], steps = base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
+        args["BASE"], steps = ensure_base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
     call_build(engine, tag, args, Step(f"build {tag}", steps, steps, UNMADE))
     if before.id:
         before.remove_untagged()
@@ -2744,7 +2746,7 @@ class Image:
         status, out, _ = engine.output("image", "inspect", "--format", form, name).result()
         self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split("|", 2)
         self.stamp = stamp if stamp.isdigit() else ""
-        # () where it does not say
+        # An image without that label says nothing about its agents: then this is ().
         self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))
 
     def remove_untagged(self) -> None:
@@ -2764,7 +2766,7 @@ def agents_stamp(image: Image, update: bool) -> str:
     return str(int(time.time()) // (1 if update else 86400))
 
 
-def base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
+def ensure_base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
     """The distribution's base image: at hand, from a registry, or made from the distribution's mirror.
 
     With it the number of steps that the build has: 2 where the base was fetched or made first.
@@ -2809,12 +2811,12 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
 # --- Commands ---
 
 
-def open_session(request: Request) -> tuple[Engine, Session, bool]:
+def open_session(request: RunRequest) -> tuple[Engine, Session, bool]:
     """The running session of a request, and whether it was created now."""
     if request.session:
-        # "created": another run starts it
+        # In the state "created" another run is starting it, so it is not fresh for us.
         engine, fresh = request.engines[0], request.session.state == "exited"
-        session = started(engine, request.session)
+        session = start_session(engine, request.session)
         put_rules(engine, session, request, True)
     else:
         engine, session = create_session(request.engines, request.name, request.config, request.flags,
@@ -2825,11 +2827,11 @@ def open_session(request: Request) -> tuple[Engine, Session, bool]:
     return engine, session, not request.session
 
 
-def put_rules(engine: Engine, session: Session, request: Request, start: bool) -> bool:
+def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
     """Put an existing session's rules in force; those that --allow has added stay. False where its proxy is down."""
     if not session.proxy:
         return True
-    with settings_locked(session.name):  # and read again: somebody may have changed them
+    with lock_settings(session.name):  # and read again: somebody may have changed them
         network = network_of(session,
                              session_config(session, None, request.flags, request.args.profile))
         if start:
@@ -2847,7 +2849,7 @@ def cmd_run(args: argparse.Namespace) -> int:
 
     end_on_signals()
     try:
-        request = with_remedies(lambda: Request(args, look=on_terminal() or args.rm_on_exit),
+        request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
                                 args.yes)
         if not request.looked and request.session and put_rules(request.engines[0], request.session, request, False):
             try:
@@ -2855,13 +2857,13 @@ def cmd_run(args: argparse.Namespace) -> int:
             except NotBegun as error:
                 if not error.sure:
                     try:
-                        Request(args, look=True)  # which may have more to say
+                        RunRequest(args, look=True)  # it may raise an error that says more
                     finally:
                         look_next_time(request.engines[0], request.session)
                     raise
         for _ in range(50):  # docker reserves a name before it shows the container
             if not request.looked:
-                request = with_remedies(lambda: Request(args, look=True), args.yes)
+                request = with_remedies(lambda: RunRequest(args, look=True), args.yes)
             with suppress(NameTaken):
                 engine, session, created = with_remedies(lambda: open_session(request), args.yes)  # noqa: B023
                 break
@@ -2874,7 +2876,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     return converse(request, engine, session, created)
 
 
-def converse(request: Request, engine: Engine, session: Session, created: bool) -> int:
+def converse(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
     """Run what was asked for, and on a terminal ask what to do next; the status of what ran last."""
     try:
         return converse_in(request, engine, session, created)
@@ -2883,7 +2885,7 @@ def converse(request: Request, engine: Engine, session: Session, created: bool) 
             remove_session(engine, session)
 
 
-def converse_in(request: Request, engine: Engine, session: Session, created: bool) -> int:
+def converse_in(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
     import time
 
     base = request.base()
@@ -2897,10 +2899,10 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
                           request.args.yes)
         for line in refusals(engine, session, since):
             say(line)
-        if status == 127 and request.agent:  # a shell's for a program that is not there
+        if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox rm {session.name}, then run this again")
-        again = next_command(request, session, command) if asks else None
+        again = ask_next_command(request, session, command) if asks else None
         if again is None:
             return status
         if not again:
@@ -2923,7 +2925,7 @@ def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: 
     sure = begun is False
     if not sure:
         look_next_time(engine, session)
-    if fresh and 0 < code < 128:  # one that is stopped ends by a signal
+    if fresh and 0 < code < 128:  # it ended by itself: one that is stopped ends by a signal
         lines = [f"the container {session.name} ended as soon as it was started",
                  *last_lines(engine, session)]
         hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
@@ -2955,7 +2957,7 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
 def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
     """Whether a command has left its mark in a container, which need not run; None where that cannot be known."""
     status, out, _ = engine.output("cp", f"{session.id}:/run/sandbox-began", "-").result(BEGAN_BYTES)
-    # a tar header ends with NUL, and the file begins with this
+    # The answer is a tar archive: its header ends with NUL, and the file begins with "sandbox".
     _, head, marks = out.partition("\0sandbox\n")
     return None if status or not head else f"{tag}\n" in marks
 
@@ -2969,15 +2971,15 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 
-def next_command(request: Request, session: Session, command: list[str]) -> list[str] | None:
+def ask_next_command(request: RunRequest, session: Session, command: list[str]) -> list[str] | None:
     """What the person wants next: a command, [] to remove the container, None to leave it."""
     resume = compose(request.base(), AGENTS[request.agent].resume) if request.agent else []
     say(f"the container {session.name} is still there")
     while True:
         print(MENU.format(resume="[r] resume  " if resume else ""), file=sys.stderr)
         try:
-            answer = question("Keep it? [y] ").lower()
-        except KeyboardInterrupt:  # one press too many, most often
+            answer = ask_person("Keep it? [y] ").lower()
+        except KeyboardInterrupt:  # most often meant for the command that has just ended
             answer = print(file=sys.stderr) or ""
         if answer in ("", "y"):
             agent = AGENTS[request.agent] if resume else None
@@ -2985,7 +2987,7 @@ def next_command(request: Request, session: Session, command: list[str]) -> list
             args = f" -- {quote_all(agent.resume)}" if agent else ""
             say(f"kept; to come back: sandbox run -n {session.name}{yolo}{args}")
             return None
-        if answer == "x" and (line := question("Command: ")):
+        if answer == "x" and (line := ask_person("Command: ")):
             return compose(line, [])
         choice = {"n": [], "1": command, "i": SHELL} | ({"r": resume} if resume else {})
         if answer in choice:
@@ -3034,7 +3036,7 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def settings_locked(name: str) -> Iterator[None]:
+def lock_settings(name: str) -> Iterator[None]:
     """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
     import fcntl
 
@@ -3246,7 +3248,7 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
 def change_rules(engine: Engine, session: Session,
                  rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
-    with settings_locked(session.name):
+    with lock_settings(session.name):
         settings = read_settings(session.name)
         network: dict[str, list[str]] = with_rules(
             network_of(session, session_config(session, settings)), rules)
@@ -3265,7 +3267,7 @@ def cmd_prune(args: argparse.Namespace) -> int:
             prune_engine(engine, args.dry_run)
             met += 1
     if not met:
-        pick_engine(silent)  # which says why
+        pick_engine(silent)  # raises and says why
     for path in half_written():
         show(path)
         if not args.dry_run:
@@ -3278,7 +3280,7 @@ def prune_engine(engine: Engine, dry_run: bool) -> None:
     import time
 
     left = leftovers(engine)
-    if left:  # those of a session that is being created have it after a while
+    if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
         left = [item for item in leftovers(engine) if item in left]
     for kind, name in left:
@@ -3292,13 +3294,13 @@ def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
     import re
 
     volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
-    # others are not ours
+    # Volumes with other names are not ours.
     volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]
     _, rows = list_containers([engine])
     ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     proxies = [row["Names"][0] for row in rows
                if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
-    # without -f, with which podman removes the containers that use it, too
+    # No -f for a volume: with it podman also removes the containers that use the volume.
     return [*((("rm", "-f", "-v"), proxy) for proxy in proxies),
             *((("volume", "rm"), volume) for volume in volumes
               if volume.removeprefix("sandbox-net-") not in ids)]
@@ -3342,7 +3344,7 @@ def described(setting: tuple[Any, str], secret: bool, reveal: bool) -> dict[str,
 
 def show_command(args: argparse.Namespace) -> int:
     """Print, as lines for a shell, what `run` with the same options would execute."""
-    request = Request(args, look=True)
+    request = RunRequest(args, look=True)
     if request.session:
         engine, session = request.engines[0], request.session
         calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
@@ -3445,7 +3447,7 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
     except SandboxError as error:
         return [failed_check("engine", error)], None
     try:
-        # what pick_engine asks it for, it answers without touching its storage
+        # podman answers what pick_engine asks for without touching its storage, so ask for more.
         if engine.name == "podman":
             check_podman(engine)
     except SandboxError as error:
@@ -3514,16 +3516,16 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     """Check what a run needs; with --fix carry the remedies out."""
     checks = diagnose_all(flags_layer(args))
     mended: set[str] = set()
-    while args.fix and (args.yes or asks()):
+    while args.fix and (args.yes or can_ask()):
         broken = next((c for c in checks
                        if c.remedy and c.remedy.offered and c.remedy.text() not in mended), None)
         if broken is None or not broken.remedy:
             break
         mended.add(broken.remedy.text())
-        if agreed(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
+        if confirm(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
             with_remedies(broken.remedy.carry_out, args.yes)
         checks = diagnose_all(flags_layer(args))
-    if args.fix and not (args.yes or asks()) and any(c.remedy and c.remedy.offered for c in checks):
+    if args.fix and not (args.yes or can_ask()) and any(c.remedy and c.remedy.offered for c in checks):
         say("nothing was changed: there is no terminal to ask on (--yes mends without asking)")
     if args.json:
         import json
@@ -3570,7 +3572,7 @@ def cmd_init(args: argparse.Namespace) -> int:
     """Write a first configuration from the agents' settings on this machine."""
     data = read_config()
     runs = data.setdefault("runs", {})
-    for profile in (None, *runs):  # a wrong file is not written again
+    for profile in (None, *runs):  # raises: do not add to a file that is wrong
         load_config(profile=profile, data=data)
     found = [agent for agent in AGENTS if adopt_agent(agent, runs, args.force)]
     if not found:
@@ -3750,7 +3752,7 @@ def complete(words: Sequence[str]) -> list[str]:
     if before in ("-y", "--yolo"):
         return list(SHORTCUTS)
     if before in ("-r", "--run"):
-        # a shell expands what it gets
+        # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     if before in ("-n", "--name") or command == "rm" or (command == "net" and len(words) == 3):
         return [row["name"] for row in list_sessions(candidates(load_config()))]
@@ -3799,7 +3801,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     import argparse
 
     epilog = "Arguments after -- are passed to the agent." if command in ("run", "config") else None
-    # else argparse imports shutil to ask
+    # Without a width argparse imports shutil to find one.
     columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100
     parser = argparse.ArgumentParser(
         prog=f"sandbox {command}", description=f"{COMMANDS[command][0].capitalize()}.",
@@ -3845,7 +3847,7 @@ def dispatch(argv: Sequence[str]) -> int:
             os.environ["SANDBOX_VERBOSE"] = "1"  # also for ourselves, started again by a remedy
         return COMMANDS[command][2](args)
     except SandboxError as error:
-        if command != "run" and error.code == 125:  # which is the engine's of a run only
+        if command != "run" and error.code == 125:  # 125 is for `run` alone
             error.code = 1
         raise
     except OSError as error:

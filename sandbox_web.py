@@ -1237,7 +1237,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     session.created()  # raises where its labels are not whole
     was_running = session.state == "running"
-    sandbox.started(engine, session)
+    sandbox.start_session(engine, session)
     app.sessions.changed()
     if not was_running:
         autostart(engine, session)
@@ -1246,7 +1246,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
 
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
-    sandbox.stopped(engine, session)
+    sandbox.stop_session(engine, session)
     app.sessions.changed()
     return json_answer(session_data(session, engine))
 
@@ -1275,7 +1275,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
     """Change settings: a key that is left out stays, null takes it back to what is configured."""
     data = request.json()
     engine, session = find(params["session"])
-    with sandbox.settings_locked(session.name):
+    with sandbox.lock_settings(session.name):
         settings = checked_settings(data, read_settings(session.name))
         config = session_config(session, settings)
         with as_request_error():
@@ -1367,7 +1367,7 @@ def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
     finally:
         os.close(out)
         os.kill(pid, signal.SIGTERM)
-        sandbox.status_of(pid)
+        sandbox.wait_for(pid)
 
 
 def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
@@ -1445,7 +1445,7 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
                             fds={0: null, 1: null, 2: null}, own_group=True)
     finally:
         os.close(null)
-    if sandbox.status_of(pid):
+    if sandbox.wait_for(pid):
         raise WebError("internal", "the supervisor of the job could not be started")
     return read_job(session.name, id)
 
@@ -2074,7 +2074,7 @@ class Terminal:
         with suppress(KeyError):
             self.poller.unregister(self.master)
         os.close(self.master)
-        self.status = sandbox.status_of(self.pid)
+        self.status = sandbox.wait_for(self.pid)
         self.ended, self.end_time = True, time.monotonic()
         self.input.clear()
         self.app.terminals.changed()
@@ -2226,7 +2226,7 @@ class Terminal:
         if not self.ended:
             self.hang_up()
             os.close(self.master)
-            sandbox.status_of(self.pid)
+            sandbox.wait_for(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
 
 
