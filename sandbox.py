@@ -1673,6 +1673,67 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         raise ValueError("network")
 
 
+def settings_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "sessions", f"{name}.json")
+
+
+def read_settings(name: str) -> dict[str, Any]:
+    """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
+    path = settings_path(name)
+    try:
+        data = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
+    if not isinstance(data, dict):
+        raise SandboxError(f"{path}: the file is not a JSON object",
+                           "correct the file or remove it")
+    return data
+
+
+def write_settings(name: str, settings: Mapping[str, Any]) -> None:
+    import json
+
+    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def lock_settings(name: str) -> Iterator[None]:
+    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
+    import fcntl
+
+    path = f"{settings_path(name)}.lock"
+    try:
+        make_private(os.path.dirname(path))
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise SandboxError(f"{path}: {error.strerror}",
+                           "make room or correct the permissions") from None
+    with open(lock, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
+    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
+    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
+                 "settings", f"{settings_path(name)}: ")
+
+
+def session_config(session: Session, settings: Mapping[str, Any] | None = None,
+                   flags: Layer | None = None,
+                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
+    """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
+    data = read_config() if data is None else data
+    settings = read_settings(session.name) if settings is None else settings
+    if profile is None and session.profile in data.get("runs", {}):
+        profile = session.profile
+    _, kept = session.created()
+    created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
+    return load_config(flags, profile, [created, settings_layer(session.name, settings)], data)
+
+
 INSPECT = ("container", "inspect", "--format",
            "{{.Id}} {{.Name}} {{.State.Status}} {{json .Config.Labels}}")
 
@@ -3008,67 +3069,6 @@ def remove_container(engine: Engine, session: Session) -> None:
     if status and "no such container" not in err.lower():
         raise failure(engine.name, err)
     remove_proxy(engine, session)
-
-
-def settings_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "sessions", f"{name}.json")
-
-
-def read_settings(name: str) -> dict[str, Any]:
-    """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
-    path = settings_path(name)
-    try:
-        data = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
-    if not isinstance(data, dict):
-        raise SandboxError(f"{path}: the file is not a JSON object",
-                           "correct the file or remove it")
-    return data
-
-
-def write_settings(name: str, settings: Mapping[str, Any]) -> None:
-    import json
-
-    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-@contextmanager
-def lock_settings(name: str) -> Iterator[None]:
-    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
-    import fcntl
-
-    path = f"{settings_path(name)}.lock"
-    try:
-        make_private(os.path.dirname(path))
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise SandboxError(f"{path}: {error.strerror}",
-                           "make room or correct the permissions") from None
-    with open(lock, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
-    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
-    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
-                 "settings", f"{settings_path(name)}: ")
-
-
-def session_config(session: Session, settings: Mapping[str, Any] | None = None,
-                   flags: Layer | None = None,
-                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
-    data = read_config() if data is None else data
-    settings = read_settings(session.name) if settings is None else settings
-    if profile is None and session.profile in data.get("runs", {}):
-        profile = session.profile
-    _, kept = session.created()
-    created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
-    return load_config(flags, profile, [created, settings_layer(session.name, settings)], data)
 
 
 def jobs_path(name: str) -> str:
