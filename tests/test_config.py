@@ -163,6 +163,21 @@ def test_any_layers_merge_as_the_reference_says() -> None:
         assert {name: setting[0] for name, setting in env.items()} == expected_env
 
 
+@pytest.mark.parametrize(("origin", "adds"), [
+    ("file", False), ("profile", False), ("settings", False),
+    ("created", True), ("flags", True), ("request", True),
+])
+@pytest.mark.parametrize("places", [{}, {"network": "a place"}])
+def test_whether_rules_are_added_is_said_by_the_origin(origin: str, adds: bool,
+                                                       places: dict[str, str]) -> None:
+    """And not by the way in which a layer's places are named."""
+    below = sandbox.Layer({"network": {"allow": ["a.test"], "deny": ["b.test"]}}, "file")
+    layer = sandbox.Layer({"network": {"allow": ["b.test"]}}, origin, places=places)
+    (network, source), = sandbox.merge([below, layer])["network"]
+    assert network == {"allow": ["a.test", "b.test"] if adds else ["b.test"]}
+    assert source == places.get("network", "network")
+
+
 def test_a_value_says_where_it_comes_from(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     tool.configure(memory="1g", cpus=2, volumes=["/a:/a"],
                    runs={"p": {"cpus": 1.5, "volumes": ["~/b:/b:ro"]}})
