@@ -1035,7 +1035,7 @@ class Sessions:
 
 
 def base_config() -> Config:
-    return sandbox.load_config(Layer({}, ""))
+    return sandbox.load_config()
 
 
 def find(name: str) -> tuple[Engine, Session]:
@@ -1062,7 +1062,7 @@ def find_running(name: str) -> tuple[Engine, Session]:
     return engine, session
 
 
-SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
+SETTINGS = tuple(key.name for key in sandbox.KEYS.values() if key.setting)
 
 
 def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
@@ -1139,15 +1139,14 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str,
-                  network=object, env=dict, autostart=str, agentPromptCommand=str)
+                  image=str, **dict.fromkeys(SETTINGS, object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
                                  if key in data and key != "network"}, {})
     profile = data.pop("profile", None)
-    flags = Layer({keys.get(name, name): value for name, value in data.items()},
-                  {key: name for name, key in keys.items()}, 2)
+    flags = Layer({keys.get(name, name): value for name, value in data.items()}, "request", code=2,
+                  places={key: name for name, key in keys.items()})
     config = sandbox.load_config(flags, profile)
     directory = config.get("hostPath")
     if config.source("hostPath") == "default":
@@ -1196,7 +1195,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = session_config(session, flags=Layer(place, ""))
+    config = session_config(session, flags=Layer(place, "request"))
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
@@ -1207,7 +1206,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     try:
-        flags = Layer({**kept, **place}, "")
+        flags = Layer({**kept, **place}, "created")
         session = sandbox.recreate_session(engine, session, config, flags, spec)
     finally:
         app.sessions.changed()
@@ -1260,8 +1259,8 @@ def settings_answer(session: Session) -> Answer:
 
 def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
     template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
-    return {"network": config.get("network"), "autostart": config.get("autostart"),
-            "agentPromptCommand": template}
+    values = {key: config.get(key) for key in SETTINGS if key != "env"}
+    return values | {"agentPromptCommand": template}
 
 
 def get_settings(_app: App, _request: Request, params: Params) -> Answer:
@@ -1290,7 +1289,8 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     given = {key: value for key, value in changes.items() if value is not None}
     # no AGENT mode, not the default
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
-    checked = Layer({key: value for key, value in given.items() if key not in none}, "", 2).values
+    values = {key: value for key, value in given.items() if key not in none}
+    checked = Layer(values, "check", code=2).values
     return {key: value for key, value in old.items() if key not in changes} | checked | none
 
 
@@ -1318,7 +1318,7 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
     rules = {key: [rule] for key, rule in fields(request.json(), allow=str, deny=str).items()}
     if not rules:
         raise WebError("bad_request", "the host is missing", "give allow or deny: <host>[:<port>]")
-    checked = Layer({"network": {"allow": [], **rules}}, "", 2).values["network"]
+    checked = Layer({"network": {"allow": [], **rules}}, "check", code=2).values["network"]
     engine, session = find_allowlist(params["session"])
     return json_answer(sandbox.change_rules(engine, session, checked))
 
@@ -1372,7 +1372,7 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
     profiles = []
     for name in data.get("runs", {}):
         try:
-            config = sandbox.load_config(Layer({}, ""), name, data=data)
+            config = sandbox.load_config(profile=name, data=data)
             own = config.source("hostPath") != "default"
             profiles.append({"name": name, "agent": config.get("yolo") or "", "image": config.image,
                              "directory": config.get("hostPath") if own else "", "error": None})
@@ -2565,7 +2565,8 @@ def stop_server(address: tuple[str, int]) -> bool:
 
 # What a server was started with, and is started with again: kept in its lock file, which is its
 # owner's only.
-KEPT_OPTIONS = ("serverUser", "serverPass", "profile", "cert", "key", "allowedHosts", "runtime")
+KEPT_OPTIONS = [name for name, (flags, settings) in sandbox.options_of("serve").items()
+                if flags and settings.get("action") != "store_true"]
 
 
 def keep_options(args: argparse.Namespace, address: tuple[str, int]) -> None:
