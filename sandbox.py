@@ -1326,10 +1326,9 @@ class Engine:
         raise NotImplementedError
 
     def create_argv(self, name: str, image: str, command: Sequence[str], *,
-                    labels: Mapping[str, str], workdir: str, log_size: str,
-                    env: Sequence[str] = (), capabilities: Sequence[str] = (),
-                    limits: Mapping[str, Any] | None = None, network: str = "open",
-                    ports: Sequence[str] = (),
+                    labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
+                    limits: Mapping[str, Any], capabilities: Sequence[str] = (),
+                    network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
                     service: bool = False) -> list[str]:
         """Starts a container whose first command is root's and prints its id.
@@ -1348,8 +1347,8 @@ class Engine:
                  "--restart", "on-failure"] if service else []
         argv += self.create_flags
         flags = {"pidsLimit": "--pids-limit", "memory": "--memory", "cpus": "--cpus"}
-        for key, value in (limits or {}).items():
-            argv += [flags[key], str(value)] if value else []
+        for key, flag in flags.items():
+            argv += [flag, str(limits[key])] if limits.get(key) else []
         argv += ["--network", network] if network != "open" else []
         for port in ports:
             argv += ["--publish", port]
@@ -1516,17 +1515,11 @@ class Engine:
         while self.diagnose(Output(self.argv("ping")).result()[2]) == "daemon":
             now = time.monotonic()
             seen = now if may_run(self.daemon) else seen
-            if now - seen > GONE_SECONDS:
-                ending = "has ended"
-                break
-            if now - began > STARTUP_SECONDS:
-                ending = "does not answer"
-                break
+            ended = now - seen > GONE_SECONDS
+            if ended or now - began > STARTUP_SECONDS:
+                words = f"{self.name} was started and {'has ended' if ended else 'does not answer'}"
+                raise SandboxError(self.last_words() + words, hint, 125)
             time.sleep(0.2)
-        else:
-            return
-        message = f"{self.last_words()}{self.name} was started and {ending}"
-        raise SandboxError(message, hint, 125)
 
     def last_words(self) -> str:
         """The last lines that its daemon has printed."""
@@ -1978,7 +1971,7 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
     return None
 
 
-LIMITS = ("pidsLimit", "memory", "cpus")
+LIMITS = ("memory", "cpus", "pidsLimit")
 
 
 def spec_of(config: Config) -> dict[str, Any]:
