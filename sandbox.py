@@ -639,12 +639,12 @@ KEYS = {key.name: key for key in (
     Key("imageBuildArgs", a_build_argument, "--iba --image-build-arg", "NAME=VALUE",
         "build argument, for example TOOL=common, TOOL=full, TOOL=go,rust", kind="list",
         of="build"),
-    Key("pidsLimit", a_count, "--pids-limit", "COUNT", "limit of processes", default=4096,
-        fixed=True, limit="pids-limit"),
     Key("memory", a_size, "--memory", "SIZE", "memory limit, for example 4g", fixed=True,
         limit="memory"),
     Key("cpus", a_number, "--cpus", "NUMBER", "CPU limit, for example 1.5", fixed=True,
         limit="cpus"),
+    Key("pidsLimit", a_count, "--pids-limit", "COUNT", "limit of processes", default=4096,
+        fixed=True, limit="pids-limit"),
     Key("network", a_network, "--net --network", "MODE", "open, none or host", default="open",
         fixed=True, setting=True),
     Key("autostart", a_string, setting=True),
@@ -1439,10 +1439,9 @@ class Engine:
         raise NotImplementedError
 
     def create_argv(self, name: str, image: str, command: Sequence[str], *,
-                    labels: Mapping[str, str], workdir: str, log_size: str,
-                    env: Sequence[str] = (), capabilities: Sequence[str] = (),
-                    limits: Mapping[str, Any] | None = None, network: str = "open",
-                    ports: Sequence[str] = (),
+                    labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
+                    limits: Mapping[str, Any], capabilities: Sequence[str] = (),
+                    network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
                     service: bool = False) -> list[str]:
         """Starts a container whose first command is root's and prints its id.
@@ -1460,7 +1459,7 @@ class Engine:
         argv += ["--security-opt", "no-new-privileges", "--read-only",
                  "--restart", "on-failure"] if service else []
         argv += self.create_flags
-        for limit, value in (limits or {}).items():
+        for limit, value in limits.items():
             argv += [f"--{limit}", str(value)] if value else []
         argv += ["--network", network] if network != "open" else []
         for port in ports:
@@ -1628,17 +1627,11 @@ class Engine:
         while self.diagnose(Output(self.argv("ping")).result()[2]) == "daemon":
             now = time.monotonic()
             seen = now if may_run(self.daemon) else seen
-            if now - seen > GONE_SECONDS:
-                ending = "has ended"
-                break
-            if now - began > STARTUP_SECONDS:
-                ending = "does not answer"
-                break
+            ended = now - seen > GONE_SECONDS
+            if ended or now - began > STARTUP_SECONDS:
+                words = f"{self.name} was started and {'has ended' if ended else 'does not answer'}"
+                raise SandboxError(self.last_words() + words, hint, 125)
             time.sleep(0.2)
-        else:
-            return
-        message = f"{self.last_words()}{self.name} was started and {ending}"
-        raise SandboxError(message, hint, 125)
 
     def last_words(self) -> str:
         """The last lines that its daemon has printed."""
