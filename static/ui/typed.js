@@ -95,5 +95,5 @@ export const detail = fitted({ ...session, workdir: shown, runtime: shown,
   agentPromptCommand: shown, ports: texts,
   network: (value) => (isRecord(value) ? rules(value) : shown(value)) }, "name");
 const DECISION = fitted({ host: shown, port: amount, verdict: shown, rule: shown, reason: shown,
-  time: shown, first: shown, count: amount }, "host");
+  time: shown, first: shown, count: amount, kind: shown, address: shown }, "host");
 export const decision = (value) => ({ host: "", time: "", ...DECISION(value) });
