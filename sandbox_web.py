@@ -123,6 +123,7 @@ STATUS = {
     "engine_unavailable": 503,
     "busy": 503, "version_not_supported": 505, "disk_full": 507,
 }
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 PHRASES = {int(status): phrase for status, (phrase, _) in BaseHTTPRequestHandler.responses.items()}
 
 
@@ -147,17 +148,18 @@ def as_web_error(error: Exception) -> WebError:
     """What a client is told of any exception; the unexpected goes to the log, not to the client."""
     if isinstance(error, WebError):
         return error
-    if isinstance(error, EngineProblem):
-        code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
-        return WebError(code, error.message, error.hint)
-    if isinstance(error, sandbox.BrokenSession):
-        return WebError("conflict", error.message, error.hint)
     if isinstance(error, SandboxError):
-        if os.strerror(errno.ENOSPC) in error.message:
-            return WebError("disk_full", error.message, error.hint)
-        return WebError({2: "bad_request", 125: "engine_failed"}.get(error.code, "failed"),
-                        error.message, error.hint)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        code = {2: "bad_request", 125: "engine_failed"}.get(error.code, "failed")
+        if isinstance(error, EngineProblem):
+            code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
+        elif isinstance(error, sandbox.BrokenSession):
+            code = "conflict"
+        elif isinstance(error, sandbox.NotASession):
+            code = "not_found"
+        elif isinstance(error, sandbox.FileError) and error.errno in NO_SPACE:
+            code = "disk_full"
+        return WebError(code, error.message, error.hint)
+    if isinstance(error, OSError) and error.errno in NO_SPACE:
         return WebError("disk_full", "the disk of the server is full", "make room there")
     log("".join(traceback.format_exception(error)).rstrip())
     return WebError("internal", "something went wrong inside the server; its log says what")
@@ -1048,18 +1050,12 @@ def base_config() -> Config:
 
 def find(name: str) -> tuple[Engine, Session]:
     """The session of a name. Raises WebError when there is none."""
-    try:
-        sandbox.a_name(name)
-        engine, session = sandbox.find_session(sandbox.candidates(base_config()), name)
-    except ValueError:
-        session = None
-    except SandboxError as error:
-        if error.message.endswith("is not a sandbox session"):
-            raise WebError("not_found", error.message) from None
-        raise
-    if session is None:
-        raise WebError("not_found", f"there is no session {name!r}")
-    return engine, session
+    with suppress(ValueError):
+        engines = sandbox.candidates(base_config())
+        engine, session = sandbox.find_session(engines, sandbox.a_name(name))
+        if session:
+            return engine, session
+    raise WebError("not_found", f"there is no session {name!r}")
 
 
 def find_running(name: str) -> tuple[Engine, Session]:
@@ -1164,9 +1160,7 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     with CREATION_LOCK:  # of two that want one name the second gets the message
         try:
             taken = sandbox.find_session(engines, name)[1]
-        except EngineProblem:
-            raise
-        except SandboxError as error:
+        except sandbox.NotASession as error:
             raise WebError("conflict", error.message, "choose another name") from None
         if taken:
             raise WebError("conflict", f"there is a session {name} already", "choose another name")
