@@ -201,13 +201,13 @@ class Request:
     """One request: its head, checked, and the body when it has been read."""
 
     def __init__(self, method: str, target: str, version: str, headers: Mapping[str, str],
-                 raw: bytes) -> None:
-        self.method, self.version, self.headers, self.raw = method, version, headers, raw
-        self.path, self.query = split_target(target)
+                 raw: bytes, address: str) -> None:
+        self.method, self.target, self.version = method, target, version
+        self.headers, self.raw, self.address = headers, raw, address
         self.length = content_length(headers)
         self.body = b""
-        self.address = ""
-        self.login = ""  # id of the login that the cookie proves
+        # From the gateway: the path, decoded once, and the id of the login that the cookie proves.
+        self.path, self.query, self.login = "", dict[str, str](), ""
 
     @property
     def upgrade(self) -> bool:
@@ -243,8 +243,11 @@ class Request:
         return data
 
 
-def parse_head(raw: bytes) -> Request:
-    """Read a request's head strictly: what two readers could understand differently is refused. Raises Malformed."""
+def parse_head(raw: bytes, address: str) -> Request:
+    """Read a request's head strictly: what could be understood in two ways is refused.
+
+    Raises Malformed.
+    """
     lines = raw.decode("latin-1").split("\r\n")
     if any(c in line for line in lines for c in "\r\n\0"):
         raise Malformed("bad_request", "a line of the head has a control character")
@@ -261,7 +264,7 @@ def parse_head(raw: bytes) -> Request:
     if "transfer-encoding" in headers:
         raise Malformed("not_implemented", "Transfer-Encoding is not supported",
                         "send Content-Length")
-    return Request(words[0], words[1], words[2], headers, raw)
+    return Request(words[0], words[1], words[2], headers, raw, address)
 
 
 def parse_headers(lines: Sequence[str]) -> dict[str, str]:
@@ -458,27 +461,17 @@ ANONYMOUS = ("/auth/login", "/auth/logout", "/auth/frontend/login.css", "/auth/f
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 
 
-def turned_away(request: Request) -> Answer:
-    """The answer to a request without a login."""
-    if is_plain_401(request.path):
+def anonymous_answer(path: str) -> Answer:
+    """What a request without a login gets where one is needed: a page the login, all else a 401."""
+    if f"{path}/".startswith(("/api/", "/auth/")):
         return Answer(b"Unauthorized\n", status=401)
     return Answer(status=302, headers={"Location": "/auth/login"})
 
 
-def is_plain_401(path: str) -> bool:
-    """Whether an anonymous request for the path gets a 401, and not the login page."""
-    return path in ("/api", "/auth") or path.startswith(("/api/", "/auth/"))
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, in lower case and without port and brackets; '' for nonsense."""
+def check_host(host: str, local: str, allowed: Sequence[str]) -> None:
+    """Refuse names that we are not known by (DNS rebinding); `local` is the address reached."""
     found = HOST.fullmatch(host)
-    return found[1].strip("[]").lower().removesuffix(".") if found else ""
-
-
-def check_host(request: Request, local: str, allowed: Sequence[str]) -> None:
-    """Refuse names that we are not known by (DNS rebinding); `local` is the address the client has reached."""
-    name = host_name(request.headers["host"])
+    name = found[1].strip("[]").lower().removesuffix(".") if found else ""
     loopback = is_loopback(local) and (name in ("localhost", OWN_NAME) or is_loopback(name))
     if not (name and (loopback or name == local or name in allowed)):
         raise Malformed("foreign_host", f"this service does not answer to the name {name[:100]!r}",
@@ -551,22 +544,37 @@ def network_of(address: str) -> str:
 
 
 class Gateway:
-    """Who may pass: one account, and logins as signed cookies that end by time, logout or a new password.
+    """Who may pass: one account, with logins as signed cookies.
 
-    The key of the signature comes from a secret of the server's and the credentials. Ended logins are
-    kept until their time is over, so that a restart does not bring them back. A login that ends
-    takes its open connections with it.
+    A login ends by time, by logout or by a new password: the key of the signature comes from a
+    secret of the server's and the credentials. Ended logins are kept until their time is over, so
+    that a restart does not bring them back. A login that ends takes its open connections with it.
     """
 
-    def __init__(self, user: str, password: str, path: str, port: int, secure: bool) -> None:
+    def __init__(self, user: str, password: str, path: str, address: tuple[str, int],
+                 secure: bool, hosts: Sequence[str]) -> None:
         self.account = digest(user, password)
-        self.path, self.secure = path, secure
-        self.cookie = f"sandbox_{port}"  # cookies know no ports: two servers would share one
+        self.path, self.secure, self.hosts = path, secure, hosts
+        self.cookie = f"sandbox_{address[1]}"  # cookies know no ports: two servers would share one
         self.throttle = Throttle()
         self.lock = threading.Lock()
         self.held: dict[str, set[socket.socket]] = {}  # open streams and terminals, by login
         self.secret, self.ended = self.load()
         self.key = hmac.digest(self.secret, self.account, "sha256")
+
+    def admit(self, request: Request, local: str) -> Answer | None:
+        """The checks before the route: Host, path, login or allowlist, Origin.
+
+        Returns the answer to a request that needs a login and has none. Raises WebError for one
+        that may not go on; a client has reached us at the address `local`.
+        """
+        check_host(request.headers["host"], local, self.hosts)
+        request.path, request.query = split_target(request.target)
+        request.login = self.login_of(request.headers.get("cookie", ""))
+        if not request.login and request.path not in ANONYMOUS:
+            return anonymous_answer(request.path)
+        check_origin(request, self.secure)
+        return None
 
     def load(self) -> tuple[bytes, dict[str, float]]:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -818,7 +826,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.place(self, bool(self.login), waits=True)
         self.wire.wait()
         self.request_now: Request | None = None
-        self.unread, began = True, time.monotonic()
+        self.unread, began = False, time.monotonic()
         answer = self.answer_of_next()
         request = self.request_now
         if isinstance(answer, Answer):
@@ -855,13 +863,13 @@ class Handler(BaseHTTPRequestHandler):
         head = b""
         try:
             head = self.wire.head()
-            self.request_now = request = parse_head(head)
-            request.address = str(self.client_address[0])
-            check_host(request, self.local, self.server.app.hosts)
-            cookie = request.headers.get("cookie", "")
-            self.login = request.login = self.server.app.gateway.login_of(cookie)
+            self.request_now = request = parse_head(head, str(self.client_address[0]))
+            self.unread = request.length > 0
+            app = self.server.app
+            refused = app.gateway.admit(request, self.local)
+            self.login = request.login
             self.server.place(self, bool(self.login))
-            return self.server.app.answer(request, self.read_body)
+            return refused or app.answer(request, self.read_body)
         except (TimeoutError, EOFError, ConnectionError):
             raise
         except Exception as error:
@@ -897,7 +905,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_line(self, status: int, began: float) -> None:
         request = self.request_now
-        what = f"{request.method} {request.path}" if request else "-"
+        what = f"{request.method} {request.path or request.target}" if request else "-"
         log(f"{self.client_address[0]} {ascii(what)[1:-1]} {status} {(time.monotonic() - began) * 1000:.1f}ms")
 
 
@@ -2430,23 +2438,18 @@ class App:
         self.generated = not password
         self.user = config.get("serverUser")
         state = web_path(address)
-        self.gateway = Gateway(self.user, self.password, f"{state}.json", address[1], secure)
-        self.hosts = [name.lower() for name in config.all("allowedHosts")]
+        hosts = [name.lower() for name in config.all("allowedHosts")]
+        self.gateway = Gateway(self.user, self.password, f"{state}.json", address, secure, hosts)
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.stopping = False
 
     def answer(self, request: Request,
                read_body: Callable[[int], bytes]) -> Answer | Stream | Upgrade:
-        """The gateway: allowlist or cookie, then origin, then the route."""
-        if not request.login and request.path not in ANONYMOUS:
-            if not request.length:
-                read_body(0)
-            return turned_away(request)
-        check_origin(request, self.gateway.secure)
+        """Read the body of a request that the gateway has admitted, and carry it out."""
         function, params = route(request.method, request.path)
         request.body = read_body(BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES)
         if request.path not in ANONYMOUS and not self.gateway.is_live(request.login):
-            return turned_away(request)  # the login ended while the body came
+            return anonymous_answer(request.path)  # the login ended while the body came
         return function(self, request, params)
 
 
