@@ -99,6 +99,7 @@ STACK_BYTES = 256 * 1024
 LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
+SHOWN_DECISIONS = 500
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
@@ -1317,9 +1318,6 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
 
 # --- Network ---
 
-SHOWN_DECISIONS = 500
-
-
 def find_with_allowlist(name: str) -> tuple[Engine, Session]:
     """A session whose network is an allowlist. Raises WebError for another."""
     engine, session = find(name)
@@ -1583,8 +1581,13 @@ def job_of(params: Params) -> dict[str, Any]:
     """The job that a path names. Raises WebError."""
     if not sandbox.is_plain(params["job"], "-"):
         raise WebError("not_found", "there is no such job")
+    return read_job(session_name(params), params["job"])
+
+
+def session_name(params: Params) -> str:
+    """The name in a path, of a session that may be gone. Raises WebError for what is no name."""
     with suppress(ValueError):
-        return read_job(sandbox.a_name(params["session"]), params["job"])
+        return str(sandbox.a_name(params["session"]))
     raise WebError("not_found", "there is no such session")
 
 
@@ -1764,11 +1767,8 @@ def insert_prompt(template: str) -> str:
 
 
 def get_jobs(_app: App, request: Request, params: Params) -> Answer:
-    try:
-        return json_answer(list_jobs(sandbox.a_name(params["session"]),
-                                     request.number("limit", 50, 1, KEPT_JOBS)))
-    except ValueError:
-        raise WebError("not_found", "there is no such session") from None
+    limit = request.number("limit", 50, 1, KEPT_JOBS)
+    return json_answer(list_jobs(session_name(params), limit))
 
 
 def get_job(_app: App, _request: Request, params: Params) -> Answer:
@@ -1946,7 +1946,6 @@ class Terminal:
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self.wake_write, False)
         self.master = -1
-        self.start()
 
     def start(self) -> None:
         """Start the engine's client on a new PTY, without a line discipline of ours in between."""
@@ -2027,7 +2026,10 @@ class Terminal:
         self.set_masks()
         for fd, happened in self.poller.poll(self.timeout() * 1000):
             if fd == self.master:
-                self.serve_master(happened)
+                if happened & select.POLLOUT and self.input:
+                    self.write_input()
+                if happened & ~select.POLLOUT:
+                    self.read_output()
             elif fd == self.wake_read:
                 with suppress(OSError):
                     os.read(fd, 4096)
@@ -2069,12 +2071,6 @@ class Terminal:
         if self.ended:
             return 1.0 if self.viewers else 60.0
         return float(PING_SECONDS if self.may_read() else 1)
-
-    def serve_master(self, happened: int) -> None:
-        if happened & select.POLLOUT and self.input:
-            self.write_input()
-        if happened & (select.POLLIN | select.POLLHUP | select.POLLERR):
-            self.read_output()
 
     def read_output(self) -> None:
         """Read until there is nothing more for now, and send it as one frame."""
@@ -2287,6 +2283,7 @@ class Terminals:
             for terminal in over:
                 terminal.hang_up()
         terminal = Terminal(app, engine, session, run, size)
+        terminal.start()
         with self.lock:
             self.by_id[terminal.id] = terminal
         self.write_down()
