@@ -1271,16 +1271,18 @@ def post_stop(app: App, _request: Request, params: Params) -> Answer:
 
 def settings_answer(session: Session) -> Answer:
     """The settings, what is in force, what would be without them, what needs a new container."""
-    def in_force(settings: Mapping[str, Any]) -> dict[str, Any]:
-        config = session_config(session, settings)
-        template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
-        return {"network": config.get("network"), "autostart": config.get("autostart"),
-                "agentPromptCommand": template}
-
     settings = read_settings(session.name)
+    config, without = session_config(session, settings), session_config(session, {})
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
-                        "effective": in_force(settings), "configured": in_force({}),
-                        "recreate": recreate_lines(session, session_config(session, settings))})
+                        "effective": in_force(session, config, settings),
+                        "configured": in_force(session, without, {}),
+                        "recreate": recreate_lines(session, config)})
+
+
+def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
+    template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
+    return {"network": config.get("network"), "autostart": config.get("autostart"),
+            "agentPromptCommand": template}
 
 
 def get_settings(_app: App, _request: Request, params: Params) -> Answer:
@@ -1318,7 +1320,7 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
 
 # --- Network ---
 
-def find_with_allowlist(name: str) -> tuple[Engine, Session]:
+def find_allowlist(name: str) -> tuple[Engine, Session]:
     """A session whose network is an allowlist. Raises WebError for another."""
     engine, session = find(name)
     if not session.proxy:
@@ -1328,7 +1330,7 @@ def find_with_allowlist(name: str) -> tuple[Engine, Session]:
 
 
 def get_network(_app: App, _request: Request, params: Params) -> Answer:
-    _, session = find_with_allowlist(params["session"])
+    _, session = find_allowlist(params["session"])
     return json_answer(sandbox.network_of(session, session_config(session)))
 
 
@@ -1338,13 +1340,13 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
     if not rules:
         raise WebError("bad_request", "the host is missing", "give allow or deny: <host>[:<port>]")
     checked = Layer({"network": {"allow": [], **rules}}, "", 2).values["network"]
-    engine, session = find_with_allowlist(params["session"])
+    engine, session = find_allowlist(params["session"])
     return json_answer(sandbox.change_rules(engine, session, checked))
 
 
 def get_decisions(app: App, _request: Request, params: Params) -> Stream:
     """Server-sent events: what the proxy has decided of late, and what it decides."""
-    engine, session = find_with_allowlist(params["session"])
+    engine, session = find_allowlist(params["session"])
     argv = sandbox.log_argv(engine, session, "-f", "--tail", str(SHOWN_DECISIONS))
     kept = sorted(sandbox.kept_decisions(engine, session), key=lambda entry: str(entry["time"]))
     last = kept[-SHOWN_DECISIONS:]
