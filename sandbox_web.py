@@ -57,7 +57,7 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from heapq import nsmallest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -2423,28 +2423,21 @@ ROUTES: list[tuple[str, str, Route]] = [
 ]
 
 
-def match(pattern: str, path: str) -> dict[str, str] | None:
-    """The parameters of a path that fits a pattern; `{name*}` takes the rest of it."""
-    wanted, given = pattern.split("/"), path.split("/")
-    if wanted[-1].endswith("*}") and len(given) >= len(wanted):
-        given[len(wanted) - 1 :] = ["/".join(given[len(wanted) - 1 :])]
-    if len(wanted) != len(given):
-        return None
-    params = {}
-    for want, have in zip(wanted, given, strict=True):
-        if want.startswith("{") and have:
-            params[want.strip("{*}")] = have
-        elif want != have:
-            return None
-    return params
+def regex_of(pattern: str) -> re.Pattern[str]:
+    """What a path has to be: `{name}` is one part of it, `{name*}` is all the rest."""
+    pattern = re.sub(r"{(\w+)\*}", r"(?P<\1>.+)", pattern)
+    return re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", pattern))
+
+
+PATHS = [(verb, regex_of(pattern), function) for verb, pattern, function in ROUTES]
 
 
 def route(method: str, path: str) -> tuple[Route, dict[str, str]]:
     """The function for a request. Raises WebError when there is none."""
     fitting: dict[str, tuple[Route, dict[str, str]]] = {}
-    for verb, pattern, function in ROUTES:
-        if (params := match(pattern, path)) is not None:
-            fitting.setdefault(verb, (function, params))
+    for verb, regex, function in PATHS:
+        if found := regex.fullmatch(path):
+            fitting.setdefault(verb, (function, found.groupdict()))
     if not fitting:
         raise WebError("not_found", "there is nothing at this address")
     verb = "GET" if method == "HEAD" else method
@@ -2464,8 +2457,8 @@ class App:
         self.generated = not password
         self.user = config.get("serverUser")
         state = web_path(address)
-        hosts = [name.lower() for name in config.all("allowedHosts")]
-        self.gateway = Gateway(self.user, self.password, f"{state}.json", address, secure, hosts)
+        self.gateway = Gateway(self.user, self.password, f"{state}.json", address, secure,
+                               config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.stopping = False
 
@@ -2543,8 +2536,8 @@ class Lock:
 
 def stop_server(address: tuple[str, int]) -> bool:
     """Stop the background server at an address; False when there is none. Raises SandboxError."""
-    lock, where = Lock(address), address_text(address)
-    try:
+    where = address_text(address)
+    with closing(Lock(address)) as lock:
         if lock.take():
             return False
         record = lock.read()
@@ -2564,8 +2557,6 @@ def stop_server(address: tuple[str, int]) -> bool:
                                    f"run: kill -9 {pid}")
             time.sleep(0.02)
         return True
-    finally:
-        lock.close()
 
 
 # The options that --restart takes over: kept in the lock file, which its owner alone can read.
@@ -2574,11 +2565,8 @@ KEPT_OPTIONS = ("serverUser", "serverPass", "profile", "cert", "key", "allowedHo
 
 def keep_options(args: argparse.Namespace, address: tuple[str, int]) -> None:
     """Take what is not given now from the server that runs at an address."""
-    lock = Lock(address)
-    try:
+    with closing(Lock(address)) as lock:
         kept = {} if lock.take() else lock.read().get("options", {})
-    finally:
-        lock.close()
     for key in KEPT_OPTIONS:
         setattr(args, key, getattr(args, key) or kept.get(key))
 
