@@ -1201,11 +1201,11 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     except BaseException:
         sandbox.forget_files(name)
         raise
-    return started_answer(app, engine, session, 201)
+    return finish_start(app, engine, session, 201)
 
 
-def started_answer(app: App, engine: Engine, session: Session, status: int = 200) -> Answer:
-    """Start the autostart script of a session whose container has just been started."""
+def finish_start(app: App, engine: Engine, session: Session, status: int = 200) -> Answer:
+    """Do what follows every start of a container: a new list, the autostart script, the answer."""
     app.sessions.expire()
     start_autostart(engine, session)
     return json_answer(session_data(session, engine), status)
@@ -1234,7 +1234,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
         session = sandbox.recreate_session(engine, session, config, flags, spec)
     finally:
         app.sessions.expire()
-    return started_answer(app, engine, session)
+    return finish_start(app, engine, session)
 
 
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
@@ -1259,7 +1259,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
     if session.state == "running":
         return json_answer(session_data(session, engine))
     sandbox.start_session(engine, session)
-    return started_answer(app, engine, session)
+    return finish_start(app, engine, session)
 
 
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
