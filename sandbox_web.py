@@ -353,7 +353,7 @@ class Wire:
         while not self.buffer:
             self.fill(deadline)
 
-    def head(self) -> bytes:
+    def read_head(self) -> bytes:
         """The head up to its empty line. Raises Malformed."""
         deadline = time.monotonic() + HEAD_SECONDS
         while self.buffer.startswith(b"\r\n"):  # RFC 9112, 2.2
@@ -370,7 +370,7 @@ class Wire:
         del self.buffer[: at + 4]
         return head
 
-    def body(self, length: int) -> bytes:
+    def read_body(self, length: int) -> bytes:
         """The body. Raises Malformed."""
         deadline = time.monotonic() + BODY_SECONDS
         while len(self.buffer) < length:
@@ -836,22 +836,22 @@ class Handler(BaseHTTPRequestHandler):
                                                   do_handshake_on_connect=False)
                 self.connection.do_handshake()
             self.wire = Wire(self.connection)
-            while self.one_request():
+            while self.serve_request():
                 pass
 
-    def one_request(self) -> bool:
+    def serve_request(self) -> bool:
         """Read a request and answer it; whether the connection stays."""
         self.server.place(self, bool(self.login), waits=True)
         self.wire.wait()
         self.request_now: Request | None = None
         self.unread, began = False, time.monotonic()
-        answer = self.answer_of_next()
+        answer = self.answer_next()
         request = self.request_now
         if isinstance(answer, Answer):
             keep = request is not None and request.keeps_alive and not self.unread
             self.connection.settimeout(WRITE_SECONDS)
             self.connection.sendall(serialize(answer, request, keep, self.bare))
-            self.log_line(answer.status, began)
+            self.log_answer(answer.status, began)
             if self.unread:
                 self.linger()
             return keep
@@ -859,28 +859,28 @@ class Handler(BaseHTTPRequestHandler):
         self.hold(request.login)
         if isinstance(answer, Stream):
             try:
-                self.stream(answer, began)
+                self.send_stream(answer, began)
             finally:
                 answer.close()
         else:
-            self.log_line(101, began)
+            self.log_answer(101, began)
             answer.attach(self.connection, bytes(self.wire.buffer), self.leave)
             self.handed_over = True
         return False
 
-    def stream(self, answer: Stream, began: float) -> None:
-        self.log_line(200, began)
+    def send_stream(self, answer: Stream, began: float) -> None:
+        self.log_answer(200, began)
         self.connection.settimeout(WRITE_SECONDS)
         headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
         self.connection.sendall(head_bytes(200, headers))
         if not self.bare:
             answer.run(self.connection)
 
-    def answer_of_next(self) -> Answer | Stream | Upgrade:
+    def answer_next(self) -> Answer | Stream | Upgrade:
         """Read and route one request; every exception becomes an answer."""
         head = b""
         try:
-            head = self.wire.head()
+            head = self.wire.read_head()
             self.request_now = request = parse_head(head, str(self.client_address[0]))
             self.unread = request.length > 0
             app = self.server.app
@@ -909,7 +909,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Malformed("expectation_failed", "the header Expect may be 100-continue only")
         if expected and request.length > len(self.wire.buffer):
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = self.wire.body(request.length)
+        body = self.wire.read_body(request.length)
         self.unread = False
         return body
 
@@ -921,7 +921,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wire.buffer.clear()
             self.wire.fill(deadline)
 
-    def log_line(self, status: int, began: float) -> None:
+    def log_answer(self, status: int, began: float) -> None:
         request = self.request_now
         what = f"{request.method} {request.path or request.target}" if request else "-"
         took = (time.monotonic() - began) * 1000
