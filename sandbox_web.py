@@ -85,14 +85,15 @@ if TYPE_CHECKING:
     from websockets.server import ServerProtocol
 
 DEFAULT_ADDRESS = "127.0.0.1:3000"
-# A name of our own on loopback: a cookie goes to whatever listens on another port of its name.
+# A name of our own on loopback. A browser sends a cookie to every port of a name: with "localhost"
+# any other program that listens there would get ours.
 OWN_NAME = "sandbox.localhost"
 RESOLVE_SECONDS = 1
 HEAD_BYTES, TARGET_BYTES, HEADER_COUNT = 16 * 1024, 4096, 64
 BODY_BYTES, ANONYMOUS_BODY_BYTES = 1024 * 1024, 8 * 1024
 IDLE_SECONDS, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 60, 10, 30, 30
-CONNECTIONS = 600  # then one makes room
-SPARE_CONNECTIONS = 50  # those that are just ending
+CONNECTIONS = 600  # with more than these, one has to end
+SPARE_CONNECTIONS = 50  # that are just ending do not count
 CONNECTIONS_TRIMMED = 20  # after so many have gone, the memory that they took is given back
 ROOM_SECONDS = 2  # how long a new connection waits for one that was told to make room
 STACK_BYTES = 256 * 1024
@@ -186,7 +187,7 @@ def as_web_error(error: Exception) -> WebError:
 def log(line: str) -> None:
     """Write a line to the log; a full disk keeps nobody from an answer."""
     with suppress(OSError), LOG_LOCK:
-        if sys.stderr:  # else the descriptor is another file's
+        if sys.stderr:  # without it descriptor 2 is some other file
             when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             # A traceback may have a container's words in it.
             os.write(2, f"{when} {sandbox.printable(line)}\n".encode())
@@ -196,7 +197,7 @@ def log(line: str) -> None:
 
 
 LOG_LOCK = threading.Lock()
-LOG_PATH: list[str] = []  # of a server in the background; another's output is not ours to cut
+LOG_PATH: list[str] = []  # set in the background only: other output is not ours to cut
 
 
 def open_log(path: str) -> None:
@@ -465,7 +466,7 @@ def serialize(answer: Answer, request: Request | None, keep: bool, bare: bool) -
 
 
 def head_bytes(status: int, headers: Mapping[str, str]) -> bytes:
-    # the server's locale is never set
+    # strftime gives English names: this process never sets a locale.
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
     lines = [f"HTTP/1.1 {status} {PHRASES.get(status, '')}", f"Date: {date}"]
     lines += [f"{name}: {value}" for name, value in {**COMMON, **headers}.items()]
@@ -520,8 +521,9 @@ class Throttle:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.failures: dict[str, tuple[int, float]] = {}
-        self.level, self.when = 0.0, 0.0  # of all addresses; one a second is forgiven
-        # addresses that have logged in: not locked out by others
+        # Failures of all addresses together, of which one a second is forgiven, and when that was.
+        self.level, self.when = 0.0, 0.0
+        # Addresses that have logged in: failures of other addresses do not lock them out.
         self.trusted: dict[str, None] = {}
 
     def attempt(self, address: str, now: float) -> float:
@@ -606,7 +608,7 @@ class Gateway:
         secret = secrets.token_bytes(32)
         try:
             self.store(secret, {})
-        except SandboxError as error:  # then the logins of this process end with it
+        except SandboxError as error:  # a restart will end the logins
             log(f"the secret of logins could not be stored: {error.message}")
         return secret, {}
 
@@ -788,7 +790,7 @@ class Server(ThreadingHTTPServer):
         self.most = max(self.most, self.count)
         if self.most - self.count > CONNECTIONS_TRIMMED:
             self.most = self.count
-            call_libc("malloc_trim", 0)  # glibc would keep for ever what lies free between the used
+            call_libc("malloc_trim", 0)  # else glibc keeps what is free between used blocks
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -895,7 +897,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.unread = True
             return error_answer(as_web_error(error))
         finally:
-            # An answer to it has no body, be it one to a head that could not be read.
+            # HEAD gets no body, not even with the error for a head that could not be read.
             self.bare = (head or self.wire.buffer).startswith(b"HEAD ")
 
     def read_body(self, limit: int) -> bytes:
@@ -1048,7 +1050,7 @@ class Sessions:
     def list(self) -> list[dict[str, str]]:
         asked = time.monotonic()
         with self.lock:
-            if self.failed and self.failed[0] > asked:  # while this one waited: it would fail, too
+            if self.failed and self.failed[0] > asked:  # a call failed while this one waited
                 raise self.failed[1].again()
             changes, when = self.known
             if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
@@ -1096,7 +1098,7 @@ def prompt_template(agent: str, configured: str | None, settings: Mapping[str, A
 def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
     """Whether a session of the list can be prompted: its template has the placeholder."""
     settings: Mapping[str, Any] = {}
-    with suppress(SandboxError):  # which its own page shows
+    with suppress(SandboxError):  # the session's own page shows the error
         settings = read_settings(row["name"])
     profile = data.get("runs", {}).get(row["profile"])
     configured = {**data,
@@ -1174,7 +1176,7 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
         raise WebError("bad_request", f"directory: {directory} is not a directory on the host")
     name = config.get("containerName") or sandbox.generated_name(directory)
     engines = sandbox.candidates(config)
-    with CREATION_LOCK:  # of two that want one name the second gets the message
+    with CREATION_LOCK:  # of two clients that want one name the second gets the message
         try:
             taken = sandbox.find_session(engines, name)[1]
         except sandbox.NotASession as error:
@@ -1194,7 +1196,7 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
-    sandbox.forget_files(name)  # of one that was removed by other hands
+    sandbox.forget_files(name)  # left of a session that was removed behind our back
     write_settings(name, settings)
     try:
         engine, session = sandbox.create_session(engines, name, config, flags, spec)
@@ -1223,10 +1225,10 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
-        # a link may have been turned to an engine's socket
+        # A link in a path may lead to an engine's socket by now.
         if spec["sources"] != have.get("sources"):
             sandbox.check_mounts(spec)
-    if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
+    if engine.output("image", "inspect", config.image).result()[0]:  # say so before anything is removed
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     try:
@@ -1374,7 +1376,7 @@ def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
-                rest = rest if len(rest) < CHUNK_BYTES else b""  # no decision is as long
+                rest = rest if len(rest) < CHUNK_BYTES else b""  # no decision is that long
                 decisions = filter(None, map(sandbox.decision_of, lines))
                 sock.sendall(b"".join(event_bytes("decision", decision) for decision in decisions))
                 quiet = time.monotonic()
@@ -1490,7 +1492,7 @@ def start_autostart(engine: Engine, session: Session) -> None:
                        cause.hint) from None
 
 
-ENDED_JOBS: dict[str, dict[str, Any]] = {}  # what is over does not change
+ENDED_JOBS: dict[str, dict[str, Any]] = {}  # by folder; an ended job does not change
 
 
 def read_job(session: str, id: str) -> dict[str, Any]:
@@ -1599,7 +1601,7 @@ class Follower:
     def __init__(self, folder: str, offset: int) -> None:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
-        # the last runs before it, by stream
+        # The last runs before the one at hand, by stream.
         self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))
         self.unparsed = b""
         try:
@@ -1686,8 +1688,8 @@ def job_now(job: dict[str, Any]) -> dict[str, Any]:
 def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
                stopping: Callable[[], bool]) -> None:
     """Send a job's output as server-sent events, until the job has ended or the client has gone."""
-    # One per stream: the other stream's output may come between the bytes of a character, and an
-    # offset, too.
+    # One decoder for each stream: output of the other may come between the bytes of a character.
+    # An offset may lie between them as well.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
     for stream, decoder in enumerate(decoders):
         decoder.decode(follower.before(stream))
@@ -1712,7 +1714,7 @@ def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
             events.append(b": still here\n\n")
         if events:
             sent = b"".join(events)
-            events.clear()  # a reader that takes nothing is to cost little
+            events.clear()  # a reader may take long: hold the bytes once and not twice
             sock.sendall(sent)
             quiet = time.monotonic()
         if poller.poll(0 if size >= CHUNK_BYTES else POLL_SECONDS * 1000) and not sock.recv(4096):
@@ -2187,7 +2189,7 @@ class Terminal:
 
     def flush(self, viewer: Viewer) -> None:
         """Send what the viewer lacks, as far as its window and its socket allow."""
-        stuck = len(self.input) > CHUNK_BYTES  # then its acknowledgements wait behind its own input
+        stuck = len(self.input) > CHUNK_BYTES  # its acknowledgements wait behind its own input
         while viewer.open and not viewer.pending and viewer.sent < self.ring.end:
             if viewer.sent - viewer.acked >= WINDOW_BYTES and not stuck:
                 return
@@ -2281,7 +2283,7 @@ class Terminals:
         over = [terminal for terminal in self.all() if terminal.ended]
         if len(self.by_id) - len(over) >= TERMINALS:
             raise WebError("too_many", f"there are {TERMINALS} terminals already", "close some")
-        if len(self.by_id) >= TERMINALS:  # those whose end nobody came to see
+        if len(self.by_id) >= TERMINALS:  # no longer wait for somebody to see the end of some
             for terminal in over:
                 terminal.hang_up()
         terminal = Terminal(app, engine, session, run, size)
@@ -2665,7 +2667,7 @@ def has_websockets() -> bool:
 
 
 def venv_commands(home: str) -> list[list[str]]:
-    # Isolated: modules of the current directory are not ours.
+    # -I: modules in the current directory are not to be imported.
     pip = [os.path.join(home, "bin", "python"), "-I", "-m", "pip", "install", "--quiet"]
     return [[sys.executable, "-I", "-m", "venv", home], [*pip, f"websockets>={WEBSOCKETS_MAJOR}"]]
 
