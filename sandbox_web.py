@@ -1228,7 +1228,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
         # A link in a path may lead to an engine's socket by now.
         if spec["sources"] != have.get("sources"):
             sandbox.check_mounts(spec)
-    if engine.output("image", "inspect", config.image).result()[0]:  # say so before anything is removed
+    if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     try:
