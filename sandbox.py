@@ -89,29 +89,79 @@ SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
 
 
 class Agent:
-    """A coding agent: its program, its `-y` shortcuts, and the arguments of its modes."""
+    """A coding agent: all that is known of it, but for its package (static/image/) and the reader
+    of its events (static/ui/events.js).
 
-    def __init__(self, program: str, shortcuts: str, yolo: str, resume: str,
-                 env: Mapping[str, str]) -> None:
-        self.program = program
-        self.shortcuts = shortcuts.split()
+    It is started as `program` with the arguments of a mode. `prompt` is how it answers one prompt
+    without a terminal: with JSON events as they come, in a conversation that goes on (all begin
+    one where there is none). A prompt that begins with a dash is no option there, and stdin is
+    empty, for some read it to its end first.
+    `env` goes to all that runs in a session, `yolo_env` where the agent is the session's, and
+    `version_env` makes it tell its version sooner. `init` takes the credentials in `files` (below
+    the home directory, each with the option of its mount), which the variable `moved` has moved
+    where it is set, and in `variables`. `turn`: the events that a turn, or a step of it, begins
+    and ends with, and the fields that hold the conversation's id and what was used.
+    """
+
+    def __init__(self, program: str, title: str, shortcuts: str = "", *, yolo: str = "",
+                 resume: str, prompt: str, env: Mapping[str, str] = {},
+                 yolo_env: Mapping[str, str] = {}, version_env: Mapping[str, str] = {},
+                 files: str = "", moved: str = "", variables: str = "", turn: str = "",
+                 events: str = "") -> None:
+        self.program, self.title = program, title
+        self.shortcuts = [*shortcuts.split(), program]
         self.yolo = [program, *yolo.split()]
         self.resume = resume.split()
-        self.env = env
+        self.prompt = f"{program} {prompt}"
+        self.env, self.yolo_env, self.version_env = env, yolo_env, version_env
+        self.files, self.moved, self.variables = files.split(), moved, variables.split()
+        self.turn = turn.split()
+        self.events = events or program  # the name of their reader
+
+    def host_file(self, path: str) -> str:
+        """Where a file below the home directory is on this machine."""
+        moved = os.environ.get(self.moved)
+        if moved:
+            return os.path.join(os.path.abspath(moved), path.partition("/")[2])
+        return os.path.expanduser(f"~/{path}")
 
 
-AGENTS = {
-    "claude": Agent("claude", "c cc agent-a claude", "--dangerously-skip-permissions", "-c",
-                    {"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"}),
-    "gemini": Agent("gemini", "gm g agent-b gemini", "--yolo", "-r",
-                    {"GEMINI_CLI_TRUST_WORKSPACE": "true"}),
-    "codex": Agent("codex", "cx agent-c codex", "--dangerously-bypass-approvals-and-sandbox",
-                   "resume --last", {}),
-    "opencode": Agent("opencode", "oc agent-d opencode", "", "-c",
-                      {"OPENCODE_DISABLE_AUTOUPDATE": "true"}),
-}
+AGENTS = {agent.program: agent for agent in (
+    Agent("claude", "Claude Code", "c cc agent-a", yolo="--dangerously-skip-permissions",
+          resume="-c",
+          prompt="-p --continue --output-format stream-json --verbose --include-partial-messages"
+                 " --dangerously-skip-permissions -- {prompt}",
+          env={"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"},
+          files=".claude/.credentials.json", moved="CLAUDE_CONFIG_DIR",
+          variables="ANTHROPIC_BASE_URL ANTHROPIC_AUTH_TOKEN ANTHROPIC_API_KEY"
+                    " CLAUDE_CODE_OAUTH_TOKEN ANTHROPIC_MODEL ANTHROPIC_DEFAULT_OPUS_MODEL"
+                    " ANTHROPIC_DEFAULT_SONNET_MODEL ANTHROPIC_DEFAULT_HAIKU_MODEL"
+                    " CLAUDE_CODE_SUBAGENT_MODEL",
+          turn="system result session_id usage"),
+    Agent("gemini", "Gemini CLI", "gm g agent-b", yolo="--yolo", resume="-r",
+          prompt="--prompt={prompt} --resume latest --output-format stream-json --yolo",
+          env={"GEMINI_CLI_TRUST_WORKSPACE": "true"},
+          version_env={"GEMINI_CLI_NO_RELAUNCH": "true"},  # or it starts itself twice
+          files=".gemini/oauth_creds.json .gemini/google_accounts.json .gemini/settings.json:ro",
+          variables="GEMINI_API_KEY GEMINI_MODEL GOOGLE_GEMINI_BASE_URL GOOGLE_API_KEY"
+                    " GOOGLE_CLOUD_PROJECT",
+          turn="init result session_id stats"),
+    Agent("codex", "Codex", "cx agent-c", yolo="--dangerously-bypass-approvals-and-sandbox",
+          resume="resume --last",
+          prompt="exec resume --last --json --skip-git-repo-check"
+                 " --dangerously-bypass-approvals-and-sandbox -- {prompt}",
+          files=".codex/auth.json .codex/config.toml:ro", moved="CODEX_HOME",
+          variables="OPENAI_API_KEY OPENAI_BASE_URL",
+          turn="turn.started turn.completed thread_id usage"),
+    Agent("opencode", "OpenCode", "oc agent-d", resume="-c",
+          prompt="run --continue --format json -- {prompt}",
+          env={"OPENCODE_DISABLE_AUTOUPDATE": "true"},
+          yolo_env={"OPENCODE_PERMISSION": '{"*":"allow"}'},
+          files=".local/share/opencode/auth.json .config/opencode/opencode.json:ro",
+          variables="OPENCODE_API_KEY OPENCODE_CONFIG_CONTENT",
+          turn="step_start step_finish sessionID part.tokens"),
+)}
 SHORTCUTS = {shortcut: name for name, agent in AGENTS.items() for shortcut in agent.shortcuts}
-OPENCODE_YOLO = {"OPENCODE_PERMISSION": '{"*":"allow"}'}
 
 
 class SandboxError(Exception):
@@ -2246,7 +2296,7 @@ def exec_env(config: Config, workdir: str) -> dict[str, str]:
     env = {"HOME": CONTAINER_HOME}
     for agent in AGENTS.values():
         env.update(agent.env)
-    env.update(OPENCODE_YOLO if config.get("yolo") == "opencode" else {})
+    env.update(AGENTS[config.get("yolo")].yolo_env if config.get("yolo") else {})
     env.update((name, value) for name, (value, _) in config.env().items())
     if script := config.get("autostart"):
         env["SANDBOX_AUTOSTART"] = f"cd {quote_all([workdir])}\n{script}"
@@ -2376,127 +2426,10 @@ def keep_terminal(terminal: bool) -> Iterator[None]:
             termios.tcsetattr(0, termios.TCSADRAIN, mode)
 
 
-# --- Jobs ---
-# A job is a command whose output goes into a folder; `sandbox __job` watches it and outlives the
-# web service.
-
-JOB_BYTES = 1 << 30  # of output that is kept
-STATUS_BYTES = 512
-
-
-def write_job(folder: str, job: Mapping[str, Any]) -> None:
-    """Make the folder of a job, which others see when it is supervised.
-
-    The room for its status is taken now, so that it fits on a full disk.
-    """
-    import json
-
-    make_private(folder)
-    for name, content in (("output", b""), ("runs", b""), ("lock", b""), ("status", b" " * STATUS_BYTES)):
-        with open(os.path.join(folder, name), "wb") as file:
-            file.write(content)
-    write_private(os.path.join(folder, "job.json.new"), json.dumps(job))
-
-
-class Recorder:
-    """Writes two streams into one file as they come, and the lengths of their runs into another.
-
-    The runs are stdout's and stderr's in turn, stdout's first, as LEB128; the last one is not written, as it
-    still grows. A run's length is written before what follows it.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.output, self.runs = (os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND)
-                                  for name in ("output", "runs"))
-        self.stream, self.run, self.total, self.error = 0, 0, 0, ""
-
-    def add(self, stream: int, data: bytes) -> None:
-        """Keep the data. A failure is noted, and what comes after it is dropped."""
-        if self.error:
-            return
-        if self.total + len(data) > JOB_BYTES:
-            self.error = f"only the first {self.total} bytes of the output were kept"
-            return
-        try:
-            if stream != self.stream:
-                write_all(self.runs, leb128(self.run))
-                self.stream, self.run = stream, 0
-            write_all(self.output, data)
-        except OSError as error:
-            self.error = f"the output could not be kept: {error.strerror}"
-        self.run, self.total = self.run + len(data), self.total + len(data)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def leb128(number: int) -> bytes:
-    """A number in groups of seven bits, the lowest first."""
-    result = bytearray()
-    while number > 127:
-        result.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*result, number])
-
-
-def supervise(folder: str) -> int:
-    """Detach, run the job of a folder to its end, and write its status. The lock is held before this returns."""
-    import fcntl
-    import json
-
-    path = os.path.join(folder, "job.json")
-    argv = read_json(f"{path}.new")["argv"]
-    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.rename(f"{path}.new", path)  # who saw the job without its lock would take it for lost
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    recorder = Recorder(folder)
-    try:
-        result: dict[str, Any] = {"exit": record(argv, recorder)}
-    except OSError as error:
-        result = {"exit": 125, "error": f"{argv[0]}: {error.strerror}"}
-    import time
-
-    moment = time.time()
-    result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment * 1000) % 1000:03d}Z"
-    status = os.open(os.path.join(folder, "status"), os.O_WRONLY)
-    os.write(status,
-             json.dumps({**({"error": recorder.error} if recorder.error else {}),
-                         **result}).encode())
-    return 0
-
-
-def record(argv: Sequence[str], recorder: Recorder) -> int:
-    """Run argv with its output going to a recorder; its exit status."""
-    import select
-
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    pid = spawn(argv, fds={1: out_end, 2: err_end})
-    Output.close(out_end, err_end)
-    streams, poller = {out: 0, err: 1}, select.poll()
-    for fd in streams:
-        poller.register(fd, select.POLLIN)
-    while streams:
-        for fd, _ in poller.poll():
-            if data := os.read(fd, 65536):
-                recorder.add(streams[fd], data)
-            else:
-                poller.unregister(fd)
-                del streams[fd]
-    return wait_for(pid)
-
-
 # --- Image ---
 
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
-IMAGE_FILES = ("claude-settings.json", "claude.json", "claude.sh", "codex.sh", "codex.toml",
-               "dpkg.cfg", "gemini-settings.json", "gitconfig", "install-agents", "install-node",
-               "install-settings", "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt",
@@ -2529,11 +2462,17 @@ def split_build_version(version: str, tool: str) -> tuple[str, str]:
     return f"{number}-{variant}", tool
 
 
+def containerfile(instruction: str) -> list[list[str]]:
+    """The words that follow an instruction in the Containerfile, of each line that has it."""
+    text = asset("image/Containerfile").decode().replace("\\\n", " ")
+    lines = map(str.split, text.splitlines())
+    return [words[1:] for words in lines if words[:1] == [instruction]]
+
+
 def check_build_args(args: Mapping[str, str]) -> None:
     """Raise SandboxError for a build argument, a tool or an agent that the image does not know."""
-    lines = asset("image/Containerfile").decode().splitlines()
-    declared = {line.split()[1].partition("=")[0] for line in lines if line.startswith("ARG ")}
-    known = sorted(declared.union(PROXY_VARIABLES))
+    declared = (words[0].partition("=")[0] for words in containerfile("ARG"))
+    known = sorted({*declared, *PROXY_VARIABLES})
     tools = ["full", *tool_packages()]
     for name in args:
         if name not in known:
@@ -2543,7 +2482,7 @@ def check_build_args(args: Mapping[str, str]) -> None:
         if tool not in tools:
             hint = f"TOOL is of {', '.join(tools)}"
             raise SandboxError(f"the image has no tool {tool!r}{nearest(tool, tools)}", hint, 2)
-    for agent in args.get("AGENTS", "claude").split(","):
+    for agent in args["AGENTS"].split(",") if "AGENTS" in args else ():
         if agent not in AGENTS:
             hint = f"AGENTS is of {', '.join(AGENTS)}"
             raise SandboxError(f"there is no agent {agent!r}{nearest(agent, AGENTS)}", hint, 2)
@@ -2596,7 +2535,8 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
            for host in ("127.", "localhost", "[::1]")):
         argv += ["--network", "host"]
     with tempfile.TemporaryDirectory(prefix="sandbox-build-") as context:
-        for name in ("Containerfile", "ca.crt", *IMAGE_FILES):
+        copied = [name for words in containerfile("COPY") for name in words[:-1]]
+        for name in ("Containerfile", *copied):
             with open(os.path.join(context, name), "wb") as file:
                 file.write(host_ca_bundle() if name == "ca.crt" else asset(f"image/{name}"))
                 os.fchmod(file.fileno(), 0o644)  # the mode goes into the image
@@ -3343,11 +3283,10 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
     return [Check(n, "ok", d) for n, d in zip(names, details, strict=True)], engine
 
 
-# Side by side, for each of them takes up to a second. Gemini CLI starts itself twice unless it is
-# told not to.
-VERSIONS_SCRIPT = """\
+# Side by side, for each of them takes up to a second.
+VERSIONS_SCRIPT = """
 cd /tmp
-for a; do { GEMINI_CLI_NO_RELAUNCH=true $a --version 2>/dev/null || echo missing; } | head -n 1 >version-$a & done
+for a; do { $a --version 2>/dev/null || echo missing; } | head -n 1 >version-$a & done
 wait
 for a; do echo "$a $(cat version-$a)"; done"""
 
@@ -3362,7 +3301,9 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     connected = None
     if engine.name == "podman":
         connected = engine.output(*create, config.image, "-c", ":", seconds=LONG_SECONDS)
-    _, out, err = engine.output(*create, "--network", "none", config.image, "-c", VERSIONS_SCRIPT, "sh",
+    sooner = {name: value for a in AGENTS.values() for name, value in a.version_env.items()}
+    script = env_script(sooner) + VERSIONS_SCRIPT
+    _, out, err = engine.output(*create, "--network", "none", config.image, "-c", script, "sh",
                                 *(image.agents or AGENTS), seconds=LONG_SECONDS).result()
     checks = [Check("image", "ok", config.image)]
     cut, _, words = connected.result() if connected else (0, "", "")
@@ -3428,33 +3369,6 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     return int(any(check.status == "fail" for check in checks))
 
 
-# What init looks for, by agent: files (host path below ~, mounted below the container's home,
-# option) and variables.
-INIT_SOURCES: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
-    "claude": (((".claude/.credentials.json", ""),),
-               ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY",
-                "CLAUDE_CODE_OAUTH_TOKEN",
-                "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
-                "ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")),
-    "gemini": (((".gemini/oauth_creds.json", ""), (".gemini/google_accounts.json", ""),
-                (".gemini/settings.json", "ro")),
-               ("GEMINI_API_KEY", "GEMINI_MODEL", "GOOGLE_GEMINI_BASE_URL", "GOOGLE_API_KEY",
-                "GOOGLE_CLOUD_PROJECT")),
-    "codex": (((".codex/auth.json", ""), (".codex/config.toml", "ro")),
-              ("OPENAI_API_KEY", "OPENAI_BASE_URL")),
-    "opencode": (((".local/share/opencode/auth.json", ""),
-                  (".config/opencode/opencode.json", "ro")),
-                 ("OPENCODE_API_KEY", "OPENCODE_CONFIG_CONTENT")),
-}
-
-
-def host_file(path: str) -> str:
-    """Where a file below the home directory is for its agent, which a variable may have told."""
-    folder, _, rest = path.partition("/")
-    moved = os.environ.get({".claude": "CLAUDE_CONFIG_DIR", ".codex": "CODEX_HOME"}.get(folder, ""))
-    return os.path.join(os.path.abspath(moved), rest) if moved else os.path.expanduser(f"~/{path}")
-
-
 def cmd_init(args: argparse.Namespace) -> int:
     """Write a first configuration from the agents' settings on this machine."""
     data = read_config()
@@ -3476,18 +3390,17 @@ def cmd_init(args: argparse.Namespace) -> int:
 
 def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     """Make the run profile of an agent from what is on this machine; True when there was something."""
-    files, names = INIT_SOURCES[agent]
-    volumes = [":".join([host_file(path), f"{CONTAINER_HOME}/{path}",
-                         *([option] if option else [])])
-               for path, option in files if os.path.isfile(host_file(path))]
-    env = {name: os.environ[name] for name in names if os.environ.get(name)}
+    known = AGENTS[agent]
+    volumes = [f"{host}:{CONTAINER_HOME}/{file}" for file in known.files
+               if os.path.isfile(host := known.host_file(file.partition(":")[0]))]
+    env = {name: os.environ[name] for name in known.variables if os.environ.get(name)}
     if not volumes and not env:
         return False
     if agent in runs and not force:
         say(f"runs.{agent} exists and stays as it is (--force renews it)")
         return False
     profile: dict[str, Any] = dict(runs.get(agent, {}))
-    profile["yolo"] = AGENTS[agent].shortcuts[0]
+    profile["yolo"] = known.shortcuts[0]
     profile.pop("command", None)
     taken = {volume.split(":")[1] for volume in profile.get("volumes", [])}
     profile["volumes"] = [*profile.get("volumes", []),
@@ -3540,7 +3453,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "profile": ("-r --run",
                 {"metavar": "PROFILE", "help": "run profile: runs.PROFILE of sandbox.json"}),
     "yolo": ("-y --yolo", {"metavar": "AGENT",
-                           "help": "start an agent that asks for no permission: c, gm, cx, oc"}),
+                           "help": "start an agent that asks for no permission: "
+                                   + ", ".join(agent.shortcuts[0] for agent in AGENTS.values())}),
     "command": ("-x", {"metavar": "COMMAND ...",
                        "help": "run this instead: one string for a shell, or words up to the "
                                                          "end of the line"}),
@@ -3766,7 +3680,7 @@ def dispatch(argv: Sequence[str]) -> int:
         print("\n".join(complete(argv[1:])))
         return 0
     if argv[0] == "__job":
-        return supervise(argv[1])
+        supervise(argv[1])
     command = argv[0] if argv[0] in COMMANDS else "run"
     rest = argv[1:] if argv[0] in COMMANDS else argv
     if command == "run" and rest is argv and not argv[0].startswith("-"):
@@ -3787,6 +3701,14 @@ def dispatch(argv: Sequence[str]) -> int:
         message = f"{error.filename or 'output'}: {error.strerror}"
         raise SandboxError(message, HINTS["no space left"],
                            125 if command == "run" else 1) from None
+
+
+def supervise(folder: str) -> NoReturn:
+    """Be the supervisor of a job: for a web service that has run since before an upgrade."""
+    command = read_json(f"{folder}/job.json.new")["argv"]
+    program = asset("session/job.py").decode()
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", program,
+                              folder, str(1 << 30), *command])
 
 
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:

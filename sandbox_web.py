@@ -5,8 +5,9 @@ The README, section "Web service API", describes what clients see. How it is mad
 - `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines
   and limits.
 - One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
-- A job is a detached process (`sandbox __job`) that writes into ~/.sandbox/jobs/<session>/<job>/; the server
-  only reads there, so it may be killed and started again at any time.
+- A job is a detached process (static/session/job.py), which writes into
+  ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
+  again at any time.
 - A terminal is a PTY that a thread of its own pumps to its viewers' WebSockets and into a ring of
   1 MiB.
 
@@ -26,7 +27,6 @@ All that it uses of sandbox.py (a test compares this list with the code):
         differences
     network: network_of set_rules change_rules log_argv decision_of kept_decisions
     commands: exec_argv env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
-    jobs: write_job STATUS_BYTES
     processes: spawn wait_for Output end_on_signals
     people: say report Step Remedy with_remedies install_commands
 """
@@ -105,6 +105,8 @@ LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
 KEPT_JOBS = 200
+JOB_BYTES = 1 << 30  # of its output that is kept
+STATUS_BYTES = 512
 TAIL_BYTES = 16 * 1024
 CHUNK_BYTES = 64 * 1024
 RING_BYTES = WINDOW_BYTES = 1024 * 1024
@@ -119,17 +121,6 @@ LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it ke
 
 Params = Mapping[str, str]
 Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
-
-# How each agent is prompted without a terminal: JSON events as they come, and a conversation that
-# goes on (all four begin one where there is none). A prompt that begins with a dash is no option.
-PROMPT_COMMANDS = {
-    "claude": "claude -p --continue --output-format stream-json --verbose --include-partial-messages"
-              " --dangerously-skip-permissions -- {prompt}",
-    "gemini": "gemini --prompt={prompt} --resume latest --output-format stream-json --yolo",
-    "codex": "codex exec resume --last --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
-             " -- {prompt}",
-    "opencode": "opencode run --continue --format json -- {prompt}",
-}
 
 # --- Errors ---
 
@@ -1092,7 +1083,11 @@ SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
 def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
     """A session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
-    return str(own if own is not None else configured or PROMPT_COMMANDS.get(agent, ""))
+    return str(own if own is not None else configured or agents_prompt(agent))
+
+
+def agents_prompt(agent: str) -> str:
+    return sandbox.AGENTS[agent].prompt if agent in sandbox.AGENTS else ""
 
 
 def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
@@ -1403,8 +1398,11 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
             profiles.append({"name": name, "agent": "", "image": "", "directory": "",
                              "error": error.message})
     directory = base_config().get("hostPath") or ""
+    details = [{"name": agent.program, "title": agent.title, "shortcuts": agent.shortcuts,
+                "agentPromptCommand": agent.prompt, "events": agent.events}
+               for agent in sandbox.AGENTS.values()]
     return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS),
-                        "directory": directory})
+                        "agentDetails": details, "directory": directory})
 
 
 def get_directories(_app: App, request: Request, _params: Params) -> Answer:
@@ -1425,8 +1423,11 @@ def get_directories(_app: App, request: Request, _params: Params) -> Answer:
 
 # --- Jobs ---
 # ~/.sandbox/jobs/<session>/<job>/: job.json what it is, output the bytes of both streams as they
-# came, runs the lengths of their runs (see sandbox.Recorder), status how it ended, lock held by the
-# supervisor, cancel when asked.
+# came, runs the lengths of their runs, status how it ended, lock held by the supervisor, cancel
+# when asked. See static/session/job.py.
+
+# Read when the service starts: an upgrade may put another one in its place.
+SUPERVISOR = sandbox.asset("session/job.py")
 
 
 def job_folder(session: str, job: str = "") -> str:
@@ -1454,26 +1455,41 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,
            "started": iso(now)}
     try:
-        sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
+        write_job(folder, {"job": job, "tag": tag})
+        start_supervisor([folder, str(JOB_BYTES), *argv], script)
     except BaseException:
         sandbox.remove_tree(folder)
         raise
-    null = os.open(os.devnull, os.O_RDWR)
-    try:
-        pid = sandbox.spawn([*own_argv(), "__job", folder],
-                            env={**os.environ, "SANDBOX_ENV": script},
-                            fds={0: null, 1: null, 2: null}, own_group=True)
-    finally:
-        os.close(null)
-    if sandbox.wait_for(pid):
-        raise WebError("internal", "the supervisor of the job could not be started")
     return read_job(session.name, id)
 
 
-def own_argv() -> list[str]:
-    """How to start sandbox.py again, from wherever it was loaded, with nothing but the standard library."""
-    path = os.path.abspath(sandbox.__file__)
-    return [sys.executable, "-I", "-S", path if os.path.isfile(path) else os.path.dirname(path)]
+def write_job(folder: str, job: Mapping[str, Any]) -> None:
+    """Make the folder of a job, which others see when it is supervised.
+
+    The room for its status is taken now, so that it fits on a full disk.
+    """
+    sandbox.make_private(folder)
+    for name, content in (("output", b""), ("runs", b""), ("lock", b""),
+                          ("status", b" " * STATUS_BYTES)):
+        with open(f"{folder}/{name}", "wb") as file:
+            file.write(content)
+    sandbox.write_private(f"{folder}/job.json.new", json.dumps(job))
+
+
+def start_supervisor(args: Sequence[str], script: str) -> None:
+    """Run static/session/job.py and wait until it has detached itself.
+
+    It is read from a pipe, because in a zipapp it is no file that Python could be given.
+    """
+    source, end = os.pipe()
+    with suppress(BrokenPipeError), open(end, "wb") as program:
+        with open(source, "rb") as stdin, open(os.devnull, "r+b", 0) as null:
+            fds = {0: stdin.fileno(), 1: null.fileno(), 2: null.fileno()}
+            pid = sandbox.spawn([sys.executable, "-I", "-S", "-", *args], fds=fds, own_group=True,
+                                env={**os.environ, "SANDBOX_ENV": script})
+        program.write(SUPERVISOR)
+    if sandbox.wait_for(pid):
+        raise WebError("internal", "the supervisor of the job could not be started")
 
 
 def start_autostart(engine: Engine, session: Session) -> None:
@@ -1537,7 +1553,7 @@ def kept_job(data: Any) -> dict[str, Any]:
 def kept_status(path: str) -> dict[str, Any]:
     """How a job ended; {} while its status is empty, or when it makes no sense. Raises OSError."""
     with open(path, "rb") as file:
-        text = file.read(2 * sandbox.STATUS_BYTES).strip()
+        text = file.read(2 * STATUS_BYTES).strip()
     with suppress(ValueError):
         data = sandbox.parse_json(text or b"{}")
         if isinstance(data, dict) and type(data.get("exit")) is int:
@@ -1747,7 +1763,7 @@ def post_prompt(app: App, request: Request, params: Params) -> Answer:
                        "set agentPromptCommand in its settings")
     command = insert_prompt(template)
     shown = {"prompt": prompt,
-             "agent": session.agent if template == PROMPT_COMMANDS.get(session.agent) else ""}
+             "agent": session.agent if template == agents_prompt(session.agent) else ""}
     return json_answer(start_job(engine, session, "prompt", command, shown,
                                  {"SANDBOX_PROMPT": prompt}), 201)
 

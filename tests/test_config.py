@@ -75,7 +75,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     ours = ("SANDBOX_RUNTIME", "SANDBOX_SERVER_USER", "SANDBOX_SERVER_PASS", "DOCKER_HOST",
             "CONTAINER_HOST",
             "CODEX_HOME", "CLAUDE_CONFIG_DIR")
-    for name in (*ours, *(name for _, names in sandbox.INIT_SOURCES.values() for name in names)):
+    for name in (*ours, *(name for agent in sandbox.AGENTS.values() for name in agent.variables)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SANDBOX_HOME", str(tool.home))
     monkeypatch.setenv("HOME", str(tool.person))

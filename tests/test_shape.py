@@ -1,9 +1,213 @@
 """The shape of the code: one place for each thing, and what follows from it."""
 
 import ast
+import copy
+import json
 import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from conftest import ROOT
+import pytest
+from browser import Page, chromium
+from conftest import ROOT, Engine, write_config
+from fuzz import STREAMS
+from service import Service
+from test_browser import log_in, open_screen, submit
+
+from sandbox import AGENTS, SHORTCUTS, containerfile
+
+# --- Agents: a row of sandbox.AGENTS, a package in the image, a reader of its events ---
+
+NAMED = re.compile("|".join(name for agent in AGENTS.values()
+                            for name in (agent.program, agent.title)), re.IGNORECASE)
+README = (ROOT / "README.md").read_text()
+
+
+def table_of(tree: ast.Module, name: str) -> set[int]:
+    """The lines of a module's table, none where it has no such table."""
+    return {line for node in tree.body if isinstance(node, ast.Assign)
+            and [target.id for target in node.targets if isinstance(target, ast.Name)] == [name]
+            for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("sandbox*.py"), *ROOT.glob("static/**/*.py")],
+                         ids=lambda path: path.name)
+def test_agents_are_named_in_one_python_table(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    table = table_of(tree, "AGENTS")
+    assert bool(table) == (path.name == "sandbox.py")
+    example = range(1, tree.body[0].end_lineno or 0)  # the module's docstring
+    lines = enumerate(text.splitlines(), 1)
+    assert [line for number, line in lines
+            if number not in table and number not in example and NAMED.search(line)] == []
+    words = [(node.lineno, node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    # Those of one letter are words of other things, too.
+    assert [word for line, word in words if line not in table
+            and word in [shortcut for shortcut in SHORTCUTS if len(shortcut) > 1]] == []
+
+
+def test_the_pages_name_agents_in_the_readers_of_their_events_only() -> None:
+    pages = [path for folder in ("ui", "preview", "auth")
+             for path in (ROOT / "static" / folder).glob("*.*")]
+    assert len(pages) > 20
+    for path in pages:
+        text = path.read_text().partition("// --- Readers")[0]
+        assert NAMED.findall(text) == [], path
+
+
+def test_each_agents_events_have_a_reader_of_that_name() -> None:
+    text = (ROOT / "static" / "ui" / "events.js").read_text()
+    table = re.search(r"^const READERS = \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
+    assert table
+    readers = re.findall(r"^  (\w+): \{", table[1], re.MULTILINE)
+    assert sorted(readers) == sorted({agent.events for agent in AGENTS.values()})
+
+
+def test_each_agent_has_its_package_and_version_in_the_image() -> None:
+    script = (ROOT / "static" / "image" / "install-agents").read_text()
+    installed = re.findall(r"^    (\w+)\) packages=.*@\$(\w+)_VERSION\"", script, re.MULTILINE)
+    assert installed == [(name, name.upper()) for name in AGENTS]
+    arguments = dict(words[0].split("=") for words in containerfile("ARG") if "=" in words[0])
+    assert arguments["AGENTS"].split(",") == list(AGENTS)
+    versions = {name: value for name, value in arguments.items() if value == "latest"}
+    assert list(versions) == [f"{name.upper()}_VERSION" for name in AGENTS]
+    assert all(f"`{version}`" in README for version in versions)
+
+
+@pytest.mark.parametrize("agent", AGENTS.values(), ids=list(AGENTS))
+def test_the_readme_has_each_agents_row(agent: Any) -> None:
+    resume = " ".join(agent.resume)
+    (row,) = [line for line in README.splitlines() if line.endswith(f"| `-- {resume}` |")
+              and f"| {agent.title} |" in line]
+    assert re.findall("`(.+?)`", row.split("|")[1]) == agent.shortcuts
+    given = [f"{name}={value}" for name, value in agent.yolo_env.items()]
+    assert re.findall("`(.+?)`", row.split("|")[3]) == [" ".join(agent.yolo), *given]
+
+
+@pytest.mark.parametrize("agent", AGENTS.values(), ids=list(AGENTS))
+def test_a_turns_events_are_marked_as_the_table_says(agent: Any) -> None:
+    """As the agent has printed them."""
+    lines = (STREAMS / f"{agent.program}.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    begins, ends, conversation, used = agent.turn
+    types = [event["type"] for event in events]
+    assert begins in types[:2] and types[-1] == ends
+    assert any(isinstance(event.get(conversation), str) for event in events)
+    found = events[-1]
+    for key in used.split("."):
+        found = found[key]
+    assert any(isinstance(value, int) for value in found.values())
+
+
+FIFTH = """\
+    Agent("newname", "New Agent", "nn", yolo="--all", resume="--go-on", env={"NEWNAME_QUIET": "1"},
+          yolo_env={"NEWNAME_MAY": "all"}, prompt="ask --json -- {prompt}",
+          files=".newname/auth.json", moved="NEWNAME_HOME", variables="NEWNAME_KEY"),
+"""
+PROGRAM = """#!/bin/sh
+[ "$1" != ask ] || { printf '{"type":"newname.said","text":"heard %s"}\\n' "$4"; exit; }
+echo "$NEWNAME_QUIET $NEWNAME_MAY $*"
+"""
+
+
+@pytest.fixture
+def fifth(engine: Engine) -> Engine:
+    """The command line with an agent more, a row that was added, and the agent in its sessions."""
+    fifth = copy.copy(engine)
+    fifth.area = engine.directory()
+    shutil.copytree(engine.area / "app", fifth.area / "app")
+    code = fifth.area / "app" / "sandbox.py"
+    begins = "\nAGENTS = {agent.program: agent for agent in (\n"
+    assert code.read_text().count(begins) == 1
+    code.write_text(code.read_text().replace(begins, begins + FIFTH))
+    fifth.home, fifth.project = fifth.directory(), fifth.directory()
+    program = fifth.project / "newname"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    write_config(fifth.home, env={"PATH": f"{fifth.project}:/bin:/usr/bin"})
+    return fifth
+
+
+@pytest.fixture
+def service_of_five(fifth: Engine) -> Iterator[Service]:
+    service = Service(fifth)
+    yield service
+    service.end()
+
+
+docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
+
+
+@docker_only
+def test_a_row_more_is_an_agent_of_the_command_line(fifth: Engine, name: str) -> None:
+    printed = fifth.sandbox("config", "command", "-y", "nn", "--", "--more")
+    assert printed.stdout.splitlines()[-1].endswith(" newname --all --more"), printed
+    ran = fifth.sandbox("run", "-n", name, "-y", "newname", "--", "--more")
+    assert ran.stdout == "1 all --all --more\n", ran.stderr
+    (row,) = [row for row in json.loads(fifth.sandbox("ps", "--json").stdout)
+              if row["name"] == name]
+    assert row["agent"] == "newname"
+    assert {"nn", "newname"} <= {*fifth.sandbox("__complete", "run", "-y", "").stdout.split()}
+    assert " nn" in fifth.sandbox("run", "--help").stdout
+    refused = fifth.sandbox("build", "--iv", "1.0", "--iba", "AGENTS=newnam")
+    assert refused.returncode == 2 and "did you mean newname?" in refused.stderr
+
+
+@docker_only
+def test_a_row_more_is_an_agent_of_init(fifth: Engine) -> None:
+    elsewhere = fifth.directory()
+    (elsewhere / "auth.json").write_text("{}")
+    env = {"NEWNAME_KEY": "hush", "NEWNAME_HOME": str(elsewhere)}
+    made = fifth.sandbox("init", env=env)
+    assert "sandbox run -r newname" in made.stdout and "hush" not in made.stdout, made
+    profile = json.loads((fifth.home / "sandbox.json").read_text())["runs"]["newname"]
+    assert profile["yolo"] == "nn"
+    assert profile["volumes"] == [f"{elsewhere}/auth.json:/home/agent/.newname/auth.json"]
+    assert "hush" in (fifth.home / "env" / "newname.env").read_text()
+
+
+@docker_only
+def test_a_row_more_is_an_agent_of_the_pages(service_of_five: Service, name: str) -> None:
+    """What it prints is shown as text, for there is no reader of its events."""
+    service = service_of_five
+    answer = service.get("/api/profiles").json
+    assert answer["agents"] == [details["name"] for details in answer["agentDetails"]]
+    assert sorted(answer["agents"]) == sorted([*AGENTS, "newname"])
+    (details,) = [row for row in answer["agentDetails"] if row["name"] == "newname"]
+    assert details == {"name": "newname", "title": "New Agent", "shortcuts": ["nn", "newname"],
+                       "agentPromptCommand": "newname ask --json -- {prompt}", "events": "newname"}
+    with chromium() as browser:
+        page = browser.page()
+        log_in(page, service)
+        create(page, service, name)
+        page.see("What should New Agent do?")
+        page.see("New Agent", ".sessions [aria-current] .where")
+        submit(page, "say it's five")
+        page.see("""{"type":"newname.said","text":"heard say it's five"}""", ".turn .raw")
+        page.see("done", ".job-foot")
+        open_screen(page, service, name, "agent")  # anew, with nothing known before
+        page.wait("document.querySelector('.composer textarea').placeholder === 'Ask New Agent'")
+        page.see("New Agent", ".session-head")
+        page.goto(f"http://{service.address}/preview")
+        page.see("New Agent", ".tile .about")
+        page.see("heard say it's five", ".tile .tail")
+        assert page.errors == []
+        page.close()
+
+
+def create(page: Page, service: Service, name: str) -> None:
+    """Choose the new agent in the form."""
+    page.goto(f"http://{service.address}/#/new")
+    page.see("New Agent", ".choices")
+    page.click("input[value=newname] + span")
+    page.fill("input[placeholder='/home/me/project']", str(service.engine.project))
+    page.fill("input[placeholder^='made from']", name)
+    page.click("form button[type=submit]")
+    page.wait(f"location.hash === '#/s/{name}/agent'", 60)
+
 
 # --- Modules: what sandbox_web uses of sandbox is listed at its top ---
 
