@@ -93,7 +93,7 @@ HEAD_BYTES, TARGET_BYTES, HEADER_COUNT = 16 * 1024, 4096, 64
 BODY_BYTES, ANONYMOUS_BODY_BYTES = 1024 * 1024, 8 * 1024
 IDLE_SECONDS, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 60, 10, 30, 30
 CONNECTIONS = 600  # with more than these, one has to end
-SPARE_CONNECTIONS = 50  # that are just ending do not count
+SPARE_CONNECTIONS = 50  # room beyond that, for those that are just ending
 CONNECTIONS_TRIMMED = 20  # after so many have gone, the memory that they took is given back
 ROOM_SECONDS = 2  # how long a new connection waits for one that was told to make room
 STACK_BYTES = 256 * 1024
@@ -916,7 +916,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_answer(self, status: int, began: float) -> None:
         request = self.request_now
-        what = f"{request.method} {request.path or request.target}" if request else "-"
+        what = "-"
+        if request:  # without its path it was refused before that was read
+            what = f"{request.method} {request.path or request.target.partition('?')[0]}"
         took = (time.monotonic() - began) * 1000
         log(f"{self.client_address[0]} {ascii(what)[1:-1]} {status} {took:.1f}ms")
 
@@ -1062,8 +1064,8 @@ def base_config() -> Config:
 def find(name: str) -> tuple[Engine, Session]:
     """The session of a name. Raises WebError when there is none."""
     with suppress(ValueError):
-        engines = sandbox.candidates(base_config())
-        engine, session = sandbox.find_session(engines, sandbox.a_name(name))
+        name = sandbox.a_name(name)
+        engine, session = sandbox.find_session(sandbox.candidates(base_config()), name)
         if session:
             return engine, session
     raise WebError("not_found", f"there is no session {name!r}")
