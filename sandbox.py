@@ -41,7 +41,6 @@ FULL_BYTES = 50_000_000
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
 RESIZE_AGAIN_SECONDS = 0.5
 ENVIRONMENT_BYTES = 128 * 1024 - 16  # the kernel's limit for one string of an environment
-MINIMUM_VERSION = {"docker": (20, 10), "podman": (4, 0)}
 MASK = "<masked>"
 
 # What apt and sudo need inside the container; everything else is dropped.
@@ -552,7 +551,7 @@ LISTS: dict[str, Callable[[Any], Any]] = {
     "allowedHosts": lambda value: a_host(value).lower().strip("[]"),
 }
 SCALARS: dict[str, Callable[[Any], Any]] = {
-    "runtime": one_of(("docker", "podman"), "an engine"), "containerName": a_name,
+    "runtime": lambda value: one_of(ENGINES, "an engine")(value), "containerName": a_name,
     "hostPath": an_absolute_path,
     "containerPath": an_absolute_path, "imageName": an_image_name, "imageVersion": an_image_version,
     "yolo": a_shortcut, "command": a_command, "memory": lambda value: a_size(value).lower(),
@@ -1083,109 +1082,7 @@ def run_steps(commands: Sequence[Sequence[str]]) -> None:
         Step(quote_all(command), number, len(commands)).run(command)
 
 
-# --- Engines ---
-
-
-class Engine:
-    """A docker or podman client on our PATH; which daemon or machine it talks to is the client's affair."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.version = name, ""
-        self.asked: Output | None = None
-
-    def output(self, *args: str, seconds: float | None = CALL_SECONDS) -> Output:
-        return Output([self.name, *args], seconds)
-
-    def ask(self, *args: str, seconds: float = CALL_SECONDS) -> str:
-        """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = self.output(*args, seconds=seconds).result()
-        if status:
-            raise failure(self.name, err)
-        return out
-
-    def ask_ahead(self) -> None:
-        """Ask for the facts while something else is asked: what is created needs them."""
-        with suppress(OSError):
-            self.asked = self.output(*FACTS[self.name])
-
-    def facts(self) -> Output:
-        asked, self.asked = self.asked, None
-        return asked or self.output(*FACTS[self.name])
-
-
-# Version, and what tells whether the engine is rootless. `podman info` takes ten times as long as
-# `podman version`, and a podman that is not remote is rootless when we are not root.
-FACTS = {
-    "docker": ("info", "--format",
-               "{{range .ServerErrors}}!{{.}}{{else}}{{.ServerVersion}} {{range .SecurityOptions}}"
-                                   '{{if eq . "name=rootless"}}rootless{{end}}{{end}}{{end}}'),
-    "podman": ("version", "--format", "{{.Client.Version}} {{if .Server}}remote{{end}}"),
-}
-
-# What the clients print for each failure, in lower case.
-SYMPTOMS = {
-    "permission": ("permission denied while trying to connect", "connect: permission denied"),
-    "old": ("client version", "minimum supported api version"),
-    "daemon": ("cannot connect to the docker daemon", "is the docker daemon running",
-               "cannot connect to podman",
-               "unable to connect to podman", "error during connect",
-               "failed to connect to the docker api"),
-    "image": ("no such image", "image not known", "unable to find image"),
-}
-
-# Programs that podman starts, with the package that has each on Debian; elsewhere it is named as
-# the program.
-HELPERS = {
-    "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns", "pasta": "passt",
-    "nft": "nftables", "iptables": "iptables", "netavark": "netavark",
-    "aardvark-dns": "aardvark-dns",
-    "catatonit": "catatonit", "conmon": "conmon", "crun": "crun", "runc": "runc",
-}
-# How podman and its netavark say that one of them is missing, in lower case.
-MISSING = (r'could not find (?:a working )?"?(NAME)(?![\w-])',
-           r'exec: \\?"(NAME)\\?": executable file not found',
-           r'stat \S*/(NAME): no such file', r'oci runtime "(NAME)" not found',
-           r'unable to execute (NAME):')
-
-# What to do about failures that belong to the call and not to the engine.
-HINTS = {
-    "bind source path does not exist": "create the directory, or correct the path",
-    "statfs": "create the directory, or correct the path",
-    "already allocated": "choose another host port",
-    "already in use": "choose another host port",
-    "no space left": "make room: sandbox doctor shows the disk",
-    "unable to parse docker host": "correct DOCKER_HOST, or unset it",
-    "docker endpoint": "correct DOCKER_CONTEXT, or run: docker context use default",
-    "is not found on the file system": "correct DOCKER_CONTEXT, or run: docker context use default",
-    "not a directory": "give a directory",
-    "is restarting": "its proxy does not start: sandbox net log <name>",
-    'exec: "python3"': "an allowlist needs an image with the proxy: sandbox build",
-    "minimum memory": "give more memory",
-    "range of cpus": "give fewer CPUs than the machine has",
-    "invalid ip": "correct the address",
-    "cannot assign requested address": "give an address of this machine",
-}
-
-
-def diagnose(stderr: str) -> str:
-    """Which of SYMPTOMS an engine's message is, "helper" where it misses a program of its own, or ''."""
-    text = stderr.lower()
-    found = next((kind for kind, signs in SYMPTOMS.items() if any(sign in text for sign in signs)),
-                 "")
-    return found or ("helper" if missing_helpers(stderr) else "")
-
-
-def missing_helpers(stderr: str) -> list[str]:
-    """The programs of HELPERS that podman has not found, by its message."""
-    import re
-
-    text, names = stderr.lower(), "|".join(HELPERS)
-    found = [name for pattern in MISSING
-             for name in re.findall(pattern.replace("NAME", names), text)]
-    # netavark does not say which of the two it misses.
-    if not found and re.search(r"^error: netavark: .*\(os error 2\)", text, re.MULTILINE):
-        found = [name for name in ("nft", "iptables") if not program(name)]
-    return list(dict.fromkeys(found))
+# --- Remedies ---
 
 
 class Remedy:
@@ -1264,36 +1161,8 @@ def install_commands(*packages: str) -> list[list[str]]:
     return []
 
 
-def engine_packages(name: str) -> list[str]:
-    """Packages of an engine: on Debian docker is docker.io, and rootless podman wants its helpers named."""
-    from shutil import which
-
-    if not which("apt-get"):
-        return [name]
-    if name == "podman":
-        return ["podman", "uidmap", "slirp4netns"]
-    with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
-        if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
-            # From Debian 13 on the client is a package of its own, which docker.io only recommends.
-            return ["docker-cli"]
-    return ["docker.io"]
-
-
-DOCKER_SOCKET = "/var/run/docker.sock"
-DOCKER_LOG = "/var/log/dockerd.log"
-PID_FILES = {"dockerd": "/var/run/docker.pid",
-             "containerd": "/var/run/docker/containerd/containerd.pid"}
-
-
-def has_docker_unit() -> bool:
-    """Whether systemd starts docker here."""
-    folders = ("/etc/systemd/system", "/lib/systemd/system", "/usr/lib/systemd/system")
-    booted = os.path.isdir("/run/systemd/system")
-    return booted and any(os.path.exists(f"{folder}/docker.service") for folder in folders)
-
-
 def may_run(name: str) -> bool:
-    """Whether a process of this name runs here, as far as we can see: others' processes may be hidden."""
+    """Whether a process of this name runs here, as far as we can see: others' may be hidden."""
     if not os.path.exists("/proc/1/comm"):
         return True
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -1301,86 +1170,6 @@ def may_run(name: str) -> bool:
             if file.read().rstrip("\n") == name:
                 return True
     return False
-
-
-def stale_pid_files() -> list[str]:
-    """Those of a docker that was killed: the next one does not start where another process has got its pid."""
-    closed = os.path.isdir("/var/run/docker") and not os.access("/var/run/docker", os.X_OK)
-    return [path for name, path in PID_FILES.items() if not may_run(name)
-            and (os.path.exists(path) or (closed and path.startswith("/var/run/docker/")))]
-
-
-def start_commands(name: str) -> list[list[str]]:
-    """How to start the engine's daemon or machine here."""
-    if sys.platform == "darwin":
-        return [["podman", "machine", "start"] if name == "podman" else ["open", "-a", "Docker"]]
-    if has_docker_unit():
-        return [as_root(["systemctl", "start", "docker"])]
-    stale = stale_pid_files()
-    return [*([as_root(["rm", "-f", *stale])] if stale else []),
-            as_root(["sh", "-c", f"setsid dockerd >>{DOCKER_LOG} 2>&1 </dev/null &"])]
-
-
-def remedy_for(kind: str, name: str, message: str) -> Remedy:
-    """The one remedy for a problem of an engine that was met with this message."""
-    if kind == "engine":
-        from shutil import which
-
-        # An ordinary user is best served by podman: no daemon, no group that is as good as root.
-        engine = name or ("docker" if os.getuid() == 0 and which("apt-get") else "podman")
-        commands = install_commands(*engine_packages(engine))
-        return Remedy(commands, note="" if commands else "install docker or podman")
-    if kind == "permission":
-        return permission_remedy(message)
-    if kind == "helper":
-        return helper_remedy(missing_helpers(message))
-    if kind == "daemon":
-        if sys.platform != "darwin" and DOCKER_SOCKET not in message:
-            return Remedy([],
-                          note=f"start the {name} that is meant, or correct {address_setting(name)}")
-        commands = start_commands(name)
-        return Remedy(commands, lambda: start_daemon(name, commands))
-    return Remedy(install_commands(*engine_packages(name)), note=f"upgrade {name}")
-
-
-def address_setting(name: str) -> str:
-    """What tells the client of an engine where to find it."""
-    if name == "podman":
-        return "CONTAINER_HOST"
-    return "DOCKER_HOST" if os.environ.get("DOCKER_HOST") else "the docker context"
-
-
-def helper_remedy(helpers: Iterable[str]) -> Remedy:
-    from shutil import which
-
-    packages = dict.fromkeys(HELPERS[name] if which("apt-get") else name for name in helpers)
-    commands = install_commands(*packages)
-    return Remedy(commands, note="" if commands else f"install {' '.join(packages)}")
-
-
-NO_SUBUIDS = "podman has no user ids for its containers: /etc/subuid and /etc/subgid do not name this user"
-
-
-def subuid_remedy() -> Remedy:
-    """A range of user and group ids that nobody else has."""
-    import pwd
-
-    end = 100000
-    for path in ("/etc/subuid", "/etc/subgid"):
-        with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                _, *numbers = line.strip().split(":")
-                if len(numbers) == 2 and all(map(str.isdecimal, numbers)):
-                    end = max(end, sum(map(int, numbers)))
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return Remedy([], note="use a user that has a name")
-    if not program("usermod"):
-        return Remedy([], note=f"give {user} a range of 65536 ids in /etc/subuid and /etc/subgid")
-    given = f"{end}-{end + 65535}"
-    add = ["usermod", "--add-subuids", given, "--add-subgids", given, user]
-    return Remedy([as_root(add), ["podman", "system", "migrate"]])
 
 
 def permission_remedy(message: str) -> Remedy:
@@ -1406,28 +1195,6 @@ def permission_remedy(message: str) -> Remedy:
                   "and log in again; members of the group are as good as root")
 
 
-def problem(kind: str, name: str, message: str, wanted: str = "docker") -> EngineProblem:
-    """A problem of an engine with its remedy; `wanted` is the engine that was asked for, '' for any."""
-    if kind == "daemon" and name == "docker" and DOCKER_SOCKET in message and sys.platform != "darwin":
-        if not (program("dockerd") or has_docker_unit()):
-            message += "\nonly the client of docker is installed here: there is no dockerd"
-            return EngineProblem("engine", message, remedy_for("engine", wanted, message))
-    return EngineProblem(kind, message, remedy_for(kind, name, message))
-
-
-def check_podman(engine: Engine) -> None:
-    """Ask podman for what its containers need on this machine. Raises EngineProblem where it lacks a helper."""
-    host = parse_json(engine.ask("info", "--format", "json"))["host"]
-    if host.get("serviceIsRemote") or not host["security"]["rootless"]:
-        return
-    if len(host["idMappings"]["uidmap"] or []) < 2:
-        raise EngineProblem("helper", NO_SUBUIDS, subuid_remedy())
-    network = host.get("rootlessNetworkCmd") or "slirp4netns"
-    if not (host.get(network) or {}).get("executable", "?"):
-        message = f"podman could not find {network}, without which a container has no network"
-        raise problem("helper", "podman", message)
-
-
 def join_group(group: str, commands: Sequence[Sequence[str]]) -> NoReturn:
     """Enter the group of the socket and start ourselves again as a member of it."""
     if os.environ.get("SANDBOX_REGROUPED"):
@@ -1437,55 +1204,587 @@ def join_group(group: str, commands: Sequence[Sequence[str]]) -> NoReturn:
     os.execvp("sg", ["sg", group, "-c", quote_all([sys.executable, *sys.orig_argv[1:]])])
 
 
-def start_daemon(name: str, commands: Sequence[Sequence[str]]) -> None:
-    """Start the daemon and wait until it answers. Raises SandboxError with its last words."""
-    import time
+# --- Engines ---
+# What is different between engines stands in their drivers, and the names of engines in ENGINES.
 
-    hint = "mend that and try again"
-    try:
-        Remedy(commands).carry_out()
-    except SandboxError as error:
-        raise SandboxError(daemon_words() + error.message, hint, 125) from None
-    began = seen = time.monotonic()
-    while diagnose(Engine(name).output("ps", "-q").result()[2]) == "daemon":
-        now = time.monotonic()
-        seen = now if may_run("dockerd") else seen
-        if now - seen > GONE_SECONDS:
-            raise SandboxError(f"{daemon_words()}{name} was started and has ended", hint, 125)
-        if now - began > STARTUP_SECONDS:
-            raise SandboxError(f"{daemon_words()}{name} was started and does not answer", hint, 125)
-        time.sleep(0.2)
-
-
-def daemon_words() -> str:
-    """The last lines that docker's daemon has printed."""
-    if sys.platform == "darwin":
-        return ""
-    journal = ["journalctl", "-u", "docker", "-n", "5", "--no-pager", "-o", "cat"]
-    status, out, _ = Output(as_root(journal if has_docker_unit() else ["tail", "-n", "5", DOCKER_LOG])).result()
-    return "" if status else out
-
-
+NO_ROOM_HINT = "make room: sandbox doctor shows the disk"
 LAST_HINT = "sandbox doctor checks the engine"
 
 
-def failure(name: str, stderr: str, wanted: str = "docker") -> SandboxError:
-    """The error for a failed call: what the engine printed, and a remedy where the failure is a known one."""
-    lines = [line for line in stderr.strip().splitlines() if line.strip() and "--help'" not in line]
-    errors = [line for line in lines
-              if not (line.startswith('time="') and " level=warning " in line)]
-    message = "\n".join(errors or lines) or f"{name} failed and printed nothing"
-    kind = diagnose(stderr)
-    if kind and kind != "image":
-        return problem(kind, name, message, wanted)
-    hint = next((hint for sign, hint in HINTS.items() if sign in message.lower()), LAST_HINT)
-    return SandboxError(message, hint, 125)
+class Engine:
+    """The driver of an engine. What stands here is in the words that docker and podman share.
+
+    argv() and the methods `*_argv` give the engine's call for one thing, to be printed or started:
+    their caller decides when to wait for it. `read_*` gives what the output of such a call says.
+    """
+
+    name = ""
+    minimum: tuple[int, ...] = ()  # the oldest version that works
+    disk_root = ""  # where it most often keeps its images
+    sockets: tuple[str, ...] = ()  # where it may listen; {run} and {home} are folders of the user
+    address_variable = ""  # tells the client which one is meant
+    daemonless = False  # the client itself starts containers, with helper programs of this machine
+    daemon = ""  # the program of its daemon
+    create_flags: tuple[str, ...] = ()  # more options that each of our containers needs
+
+    # What the client prints for each failure, in lower case; a driver adds its "daemon".
+    symptoms: Mapping[str, tuple[str, ...]] = {
+        "permission": ("permission denied while trying to connect", "connect: permission denied"),
+        "old": ("client version", "minimum supported api version"),
+        "image": ("no such image", "image not known", "unable to find image"),
+    }
+    # Programs that the engine starts, with the package that has each on Debian; elsewhere it is
+    # named as the program.
+    helpers: Mapping[str, str] = {"crun": "crun", "runc": "runc"}
+    # How it says that one of them is missing, in lower case.
+    missing = (r'could not find (?:a working )?"?(NAME)(?![\w-])',
+               r'exec: \\?"(NAME)\\?": executable file not found',
+               r'stat \S*/(NAME): no such file', r'oci runtime "(NAME)" not found',
+               r'unable to execute (NAME):')
+    # What to do about failures that belong to the call and not to the engine.
+    hints: Mapping[str, str] = {
+        "bind source path does not exist": "create the directory, or correct the path",
+        "statfs": "create the directory, or correct the path",
+        "already allocated": "choose another host port",
+        "already in use": "choose another host port",
+        "no space left": NO_ROOM_HINT,
+        "not a directory": "give a directory",
+        "is restarting": "its proxy does not start: sandbox net log <name>",
+        'exec: "python3"': "an allowlist needs an image with the proxy: sandbox build",
+        "minimum memory": "give more memory",
+        "range of cpus": "give fewer CPUs than the machine has",
+        "invalid ip": "correct the address",
+        "cannot assign requested address": "give an address of this machine",
+    }
+
+    # The words of the calls that take names and no more.
+    calls: Mapping[str, tuple[str, ...]] = {
+        "ping": ("ps", "-q"),  # fails where the engine cannot do anything
+        "start": ("start",), "stop": ("stop", "-t", "5"), "unpause": ("unpause",),
+        "restart": ("restart", "-t", "1"),  # starts it, too
+        "rename": ("rename",),  # takes the id and the new name
+        "remove": ("rm", "-f", "-v"),  # one that runs, too, and its anonymous volumes
+        "volumes": ("volume", "ls", "-q"),  # prints their names
+        "remove-volume": ("volume", "rm"),  # without -f: podman would remove its containers
+        "pull": ("pull", "-q"), "remove-image": ("image", "rm"),
+        "import": ("import",),  # takes a tar archive of a root directory and the image's name
+    }
+
+    def __init__(self) -> None:
+        self.version = ""
+        self.asked: Output | None = None
+
+    def argv(self, call: str, *names: str) -> list[str]:
+        """One of `calls` on containers, volumes or images.
+
+        A driver adds "facts", which prints the version, a space and what is_rootless() takes, or
+        "!" and why it cannot; and "storage", which prints the folder that it keeps images in.
+        """
+        return [self.name, *self.calls[call], *names]
+
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> str:
+        """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
+        status, out, err = Output(argv, seconds).result()
+        if status:
+            raise self.failure(err)
+        return out
+
+    # -- facts --
+
+    def ask_ahead(self) -> None:
+        """Ask for the facts while something else is asked: what is created needs them."""
+        with suppress(OSError):
+            self.asked = Output(self.argv("facts"))
+
+    def facts(self) -> Output:
+        asked, self.asked = self.asked, None
+        return asked or Output(self.argv("facts"))
+
+    def is_rootless(self, fact: str) -> bool:
+        raise NotImplementedError
+
+    def check_helpers(self) -> None:
+        """Raise EngineProblem where it lacks on this machine what its containers need."""
+
+    # -- containers --
+
+    def inspect_argv(self, name: str) -> list[str]:
+        form = "{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{json .Config.Labels}}"
+        return [self.name, "container", "inspect", "--format", form, name]
+
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, dict[str, str]]:
+        """Id, name, state, exit status and labels of a container."""
+        id, name, state, code, labels = out.strip().split(" ", 4)
+        return id, name.lstrip("/"), state, int(code), parse_json(labels) or {}
+
+    def is_absent(self, err: str) -> bool:
+        """Whether a call failed because there is no such container."""
+        return "no such container" in err.lower()
+
+    def is_name_taken(self, err: str) -> bool:
+        """Whether a creation failed because another container has the name."""
+        return "already in use" in err and "name" in err.lower()
+
+    def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
+        """Prints the containers that have a label, with the labels shown; for read_list()."""
+        raise NotImplementedError
+
+    def read_list(self, out: str) -> list[dict[str, Any]]:
+        """A row for each container: name, state, image, created (ISO 8601), labels."""
+        raise NotImplementedError
+
+    def create_argv(self, name: str, image: str, command: Sequence[str], *,
+                    labels: Mapping[str, str], workdir: str, log_size: str,
+                    env: Sequence[str] = (), capabilities: Sequence[str] = (),
+                    limits: Mapping[str, Any] | None = None, network: str = "open",
+                    ports: Sequence[str] = (),
+                    binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
+                    service: bool = False) -> list[str]:
+        """Starts a container whose first command is root's and prints its id.
+
+        The limits are keys of the configuration. A bind is a path of the host, one of the container
+        and options. A service is closed further than a session and started again when it fails.
+        """
+        argv = [self.name, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
+                "--name", name, "--user", "0:0", "--workdir", workdir]
+        for variable in env:
+            argv += ["-e", variable]
+        argv += ["--cap-drop", "ALL", "--log-driver", "json-file",
+                 "--log-opt", f"max-size={log_size}"]
+        argv += [f"--cap-add={capability}" for capability in capabilities]
+        argv += ["--security-opt", "no-new-privileges", "--read-only",
+                 "--restart", "on-failure"] if service else []
+        argv += self.create_flags
+        flags = {"pidsLimit": "--pids-limit", "memory": "--memory", "cpus": "--cpus"}
+        for key, value in (limits or {}).items():
+            argv += [flags[key], str(value)] if value else []
+        argv += ["--network", network] if network != "open" else []
+        for port in ports:
+            argv += ["--publish", port]
+        for key, value in labels.items():
+            argv += ["--label", f"{key}={value}"]
+        for bind in binds:
+            argv += self.bind_argv(*bind)
+        for volume in volumes:
+            argv += ["--volume", volume]
+        return [*argv, "--entrypoint", command[0], image, *command[1:]]
+
+    def bind_argv(self, host: str, container: str, options: str) -> list[str]:
+        """A mount that fails when the host path does not exist; paths may hold any character."""
+        chosen = options.split(",") if options else []
+        if "z" in chosen or "Z" in chosen:  # docker's --mount knows no relabelling
+            return ["--volume", f"{host}:{container}:{options}"]
+        fields = ["type=bind", f"source={host}", f"target={container}",
+                  *(["readonly"] if "ro" in chosen else [])]
+        return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f
+                                    for f in fields)]
+
+    def create(self, argv: Sequence[str]) -> Output:
+        """The creation of a container, begun."""
+        return Output(argv, LONG_SECONDS)
+
+    # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
+    detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
+
+    def exec_argv(self, name: str, command: Sequence[str], *, user: str = "", workdir: str = "",
+                  env: Sequence[str] = (), stdin: bool = False,
+                  terminal: bool = False) -> list[str]:
+        """Runs a command in a container; a variable without `=` has the call's own value."""
+        argv = [self.name, "exec", *(["-i"] if stdin else []),
+                *(["-t", "--detach-keys", self.detach_keys] if terminal else []),
+                *(["--user", user] if user else []), *(["--workdir", workdir] if workdir else [])]
+        for variable in env:
+            argv += ["-e", variable]
+        return [*argv, name, *command]
+
+    def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
+                  since: float = 0) -> list[str]:
+        """Prints what a container has printed, or the last lines, or what came since a time."""
+        return [self.name, "logs", *(["-f"] if follow else []),
+                *(["--tail", str(tail)] if tail else []),
+                *(["--since", f"{since:.9f}"] if since else []), name]
+
+    def copy_argv(self, name: str, path: str) -> list[str]:
+        """Prints a file of a container, which need not run, as a tar archive."""
+        return [self.name, "cp", f"{name}:{path}", "-"]
+
+    # -- images --
+
+    def image_argv(self, name: str) -> list[str]:
+        form = "{{.Id}} {{json .RepoTags}} {{json .Config.Labels}}"
+        return [self.name, "image", "inspect", "--format", form, name]
+
+    def read_image(self, out: str) -> tuple[str, list[str], dict[str, str]]:
+        """Id, names and labels of an image."""
+        id, tags, labels = out.strip().split(" ", 2)
+        return id, parse_json(tags) or [], parse_json(labels) or {}
+
+    def build_argv(self, tag: str, folder: str, labels: Mapping[str, str], args: Sequence[str],
+                   host_network: bool) -> list[str]:
+        """Builds the Containerfile of a folder; an argument without `=` has its value from ours."""
+        argv = [self.name, "build", "--force-rm", "-t", tag]
+        for key, value in labels.items():
+            argv += ["--label", f"{key}={value}"]
+        for arg in args:
+            argv += ["--build-arg", arg]
+        argv += ["--network", "host"] if host_network else []
+        return [*argv, "-f", os.path.join(folder, "Containerfile"), folder]
+
+    def build_problem(self) -> EngineProblem | None:
+        """What this machine lacks for a build, as far as it can be seen."""
+        return None
+
+    def try_argv(self, image: str, command: Sequence[str], network: str = "open") -> list[str]:
+        """Runs a command in a new container of an image, and removes that."""
+        return [self.name, "run", "--rm", "--init", "--pull", "never", "--entrypoint", command[0],
+                *(["--network", network] if network != "open" else []), image, *command[1:]]
+
+    # -- failures and their remedies --
+
+    def diagnose(self, err: str) -> str:
+        """Which of the symptoms a message is, "helper" for a program that it misses, or ''."""
+        text = err.lower()
+        found = next((kind for kind, signs in self.symptoms.items()
+                      if any(sign in text for sign in signs)), "")
+        return found or ("helper" if self.missing_helpers(err) else "")
+
+    def missing_helpers(self, err: str) -> list[str]:
+        """The programs of `helpers` that the engine has not found, by its message."""
+        import re
+
+        names = "|".join(self.helpers)
+        found = [name for pattern in self.missing
+                 for name in re.findall(pattern.replace("NAME", names), err.lower())]
+        return list(dict.fromkeys(found))
+
+    def failure(self, err: str, wanted: str | None = None) -> SandboxError:
+        """The error for a failed call: what the engine printed, with a remedy where that is known.
+
+        `wanted` is the engine that was asked for, '' for any.
+        """
+        lines = [line for line in err.strip().splitlines()
+                 if line.strip() and "--help'" not in line]
+        errors = [line for line in lines
+                  if not (line.startswith('time="') and " level=warning " in line)]
+        message = "\n".join(errors or lines) or f"{self.name} failed and printed nothing"
+        kind = self.diagnose(err)
+        if kind and kind != "image":
+            return self.problem(kind, message, self.name if wanted is None else wanted)
+        hint = next((hint for sign, hint in self.hints.items() if sign in message.lower()),
+                    LAST_HINT)
+        return SandboxError(message, hint, 125)
+
+    def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
+        return EngineProblem(kind, message, self.remedy(kind, message))
+
+    def remedy(self, kind: str, message: str) -> Remedy:
+        """The one remedy for a problem that was met with this message."""
+        if kind == "permission":
+            return permission_remedy(message)
+        if kind == "helper":
+            return self.helper_remedy(self.missing_helpers(message))
+        if kind == "daemon":
+            commands = self.start_commands(message)
+            if commands:
+                return Remedy(commands, lambda: self.start_daemon(commands))
+            address = self.address()
+            return Remedy([], note=f"start the {self.name} that is meant, or correct {address}")
+        return Remedy(install_commands(*self.packages()), note=f"upgrade {self.name}")
+
+    def helper_remedy(self, programs: Sequence[str]) -> Remedy:
+        from shutil import which
+
+        packages = dict.fromkeys(self.helpers[name] if which("apt-get") else name
+                                 for name in programs)
+        commands = install_commands(*packages)
+        return Remedy(commands, note="" if commands else f"install {' '.join(packages)}")
+
+    def packages(self) -> list[str]:
+        """The packages that it comes in."""
+        return [self.name]
+
+    def address(self) -> str:
+        """What tells the client where to find it."""
+        return self.address_variable
+
+    def start_commands(self, message: str) -> list[list[str]]:
+        """How to start the daemon or machine that a message misses; [] where it is not here."""
+        return []
+
+    def start_daemon(self, commands: Sequence[Sequence[str]]) -> None:
+        """Start the daemon and wait until it answers. Raises SandboxError with its last words."""
+        import time
+
+        hint = "mend that and try again"
+        try:
+            Remedy(commands).carry_out()
+        except SandboxError as error:
+            raise SandboxError(self.last_words() + error.message, hint, 125) from None
+        began = seen = time.monotonic()
+        while self.diagnose(Output(self.argv("ping")).result()[2]) == "daemon":
+            now = time.monotonic()
+            seen = now if may_run(self.daemon) else seen
+            if now - seen > GONE_SECONDS:
+                ending = "has ended"
+                break
+            if now - began > STARTUP_SECONDS:
+                ending = "does not answer"
+                break
+            time.sleep(0.2)
+        else:
+            return
+        message = f"{self.last_words()}{self.name} was started and {ending}"
+        raise SandboxError(message, hint, 125)
+
+    def last_words(self) -> str:
+        """The last lines that its daemon has printed."""
+        return ""
+
+
+class Docker(Engine):
+    """Docker, whose client speaks with a daemon."""
+
+    name = "docker"
+    minimum = (20, 10)
+    disk_root = "/var/lib/docker"
+    sockets = ("/run/docker.sock", "{run}/docker.sock", "{home}/.docker/run/docker.sock",
+               "{home}/.docker/desktop/docker.sock", "{home}/.colima/default/docker.sock")
+    address_variable = "DOCKER_HOST"
+    daemon = "dockerd"
+    symptoms = {**Engine.symptoms,
+                "daemon": ("cannot connect to the docker daemon", "is the docker daemon running",
+                           "error during connect", "failed to connect to the docker api")}
+    calls = {
+        **Engine.calls,
+        "facts": ("info", "--format",
+                  "{{range .ServerErrors}}!{{.}}{{else}}{{.ServerVersion}} "
+                  '{{range .SecurityOptions}}{{if eq . "name=rootless"}}rootless{{end}}{{end}}'
+                  "{{end}}"),
+        "storage": ("info", "--format", "{{.DockerRootDir}}"),
+    }
+    hints = {
+        "unable to parse docker host": "correct DOCKER_HOST, or unset it",
+        "docker endpoint": "correct DOCKER_CONTEXT, or run: docker context use default",
+        "is not found on the file system":
+            "correct DOCKER_CONTEXT, or run: docker context use default",
+        **Engine.hints,
+    }
+
+    socket = "/var/run/docker.sock"
+    log = "/var/log/dockerd.log"
+    pid_files = {"dockerd": "/var/run/docker.pid",
+                 "containerd": "/var/run/docker/containerd/containerd.pid"}
+
+    def is_rootless(self, fact: str) -> bool:
+        return fact == "rootless"
+
+    def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
+        labels = ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}' for label in shown)
+        form = ('{"name":{{json .Names}},"state":{{json .State}},"image":{{json .Image}},'
+                '"created":{{json .CreatedAt}},"labels":{' + labels + "}}")
+        return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", form]
+
+    def read_list(self, out: str) -> list[dict[str, Any]]:
+        # not splitlines(): a label may hold U+0085
+        rows = [parse_json(line) for line in out.split("\n") if line]
+        return [{**row, "created": iso_time(row["created"])} for row in rows]
+
+    def packages(self) -> list[str]:
+        from shutil import which
+
+        if not which("apt-get"):
+            return [self.name]
+        with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
+            if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
+                # From Debian 13 on the client is a package of its own, which docker.io
+                # only recommends.
+                return ["docker-cli"]
+        return ["docker.io"]
+
+    def address(self) -> str:
+        return self.address_variable if os.environ.get("DOCKER_HOST") else "the docker context"
+
+    def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
+        if (kind == "daemon" and self.socket in message and sys.platform != "darwin"
+                and not program("dockerd") and not self.has_unit()):
+            message += "\nonly the client of docker is installed here: there is no dockerd"
+            return EngineProblem("engine", message, engine_remedy(wanted))
+        return super().problem(kind, message, wanted)
+
+    def has_unit(self) -> bool:
+        """Whether systemd starts docker here."""
+        folders = ("/etc/systemd/system", "/lib/systemd/system", "/usr/lib/systemd/system")
+        booted = os.path.isdir("/run/systemd/system")
+        return booted and any(os.path.exists(f"{folder}/docker.service") for folder in folders)
+
+    def stale_pid_files(self) -> list[str]:
+        """Those of a docker that was killed: another process may have its pid, and none starts."""
+        closed = os.path.isdir("/var/run/docker") and not os.access("/var/run/docker", os.X_OK)
+        return [path for name, path in self.pid_files.items() if not may_run(name)
+                and (os.path.exists(path) or (closed and path.startswith("/var/run/docker/")))]
+
+    def start_commands(self, message: str) -> list[list[str]]:
+        if sys.platform == "darwin":
+            return [["open", "-a", "Docker"]]
+        if self.socket not in message:
+            return []
+        if self.has_unit():
+            return [as_root(["systemctl", "start", "docker"])]
+        stale = self.stale_pid_files()
+        return [*([as_root(["rm", "-f", *stale])] if stale else []),
+                as_root(["sh", "-c", f"setsid dockerd >>{self.log} 2>&1 </dev/null &"])]
+
+    def last_words(self) -> str:
+        if sys.platform == "darwin":
+            return ""
+        journal = ["journalctl", "-u", "docker", "-n", "5", "--no-pager", "-o", "cat"]
+        log = ["tail", "-n", "5", self.log]
+        status, out, _ = Output(as_root(journal if self.has_unit() else log)).result()
+        return "" if status else out
+
+
+class Podman(Engine):
+    """Podman, which has no daemon, or on macOS a machine."""
+
+    name = "podman"
+    minimum = (4, 0)
+    disk_root = "/var/lib/containers"
+    sockets = ("/run/podman/podman.sock", "{run}/podman/podman.sock")
+    address_variable = "CONTAINER_HOST"
+    daemonless = True
+    create_flags = ("--http-proxy=false",)
+    symptoms = {**Engine.symptoms,
+                "daemon": ("cannot connect to podman", "unable to connect to podman")}
+    helpers = {
+        "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns",
+        "pasta": "passt", "nft": "nftables", "iptables": "iptables", "netavark": "netavark",
+        "aardvark-dns": "aardvark-dns", "catatonit": "catatonit", "conmon": "conmon",
+        **Engine.helpers,
+    }
+
+    calls = {
+        **Engine.calls,
+        # `podman info` takes ten times as long
+        "facts": ("version", "--format", "{{.Client.Version}} {{if .Server}}remote{{end}}"),
+        "storage": ("info", "--format", "{{.Store.GraphRoot}}"),
+        "rootless": ("info", "--format", "{{.Host.Security.Rootless}}"),
+        "details": ("info", "--format", "json"),
+    }
+    no_ids = ("podman has no user ids for its containers: "
+              "/etc/subuid and /etc/subgid do not name this user")
+
+    def is_rootless(self, fact: str) -> bool:
+        if fact == "remote":
+            return self.ask(self.argv("rootless")).strip() == "true"
+        return os.getuid() != 0
+
+    def check_helpers(self) -> None:
+        host = parse_json(self.ask(self.argv("details")))["host"]
+        if host.get("serviceIsRemote") or not host["security"]["rootless"]:
+            return
+        if len(host["idMappings"]["uidmap"] or []) < 2:
+            raise EngineProblem("helper", self.no_ids, self.ids_remedy())
+        network = host.get("rootlessNetworkCmd") or "slirp4netns"
+        if not (host.get(network) or {}).get("executable", "?"):
+            raise self.lacks(network)
+
+    def lacks(self, helper: str) -> EngineProblem:
+        """The problem that a program of the network is missing."""
+        message = f"podman could not find {helper}, without which a container has no network"
+        return self.problem("helper", message, self.name)
+
+    def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
+        return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", "json"]
+
+    def read_list(self, out: str) -> list[dict[str, Any]]:
+        import time
+
+        return [{"name": row["Names"][0], "state": row["State"], "image": row["Image"],
+                 "created": iso_time(time.strftime("%Y-%m-%d %H:%M:%S %z",
+                                                   time.localtime(row["Created"]))),
+                 "labels": row["Labels"]} for row in parse_json(out or "[]")]
+
+    def create(self, argv: Sequence[str]) -> Output:
+        return Created(argv, LONG_SECONDS)
+
+    def build_problem(self) -> EngineProblem | None:
+        tables = "nft" if version_numbers(self.version) >= (5,) else "iptables"
+        return self.lacks(tables) if os.getuid() == 0 and not program(tables) else None
+
+    def missing_helpers(self, err: str) -> list[str]:
+        import re
+
+        found, unnamed = super().missing_helpers(err), r"(?im)^error: netavark: .*\(os error 2\)"
+        if not found and re.search(unnamed, err):
+            return [name for name in ("nft", "iptables") if not program(name)]
+        return found
+
+    def packages(self) -> list[str]:
+        from shutil import which
+
+        # rootless it wants its helpers named
+        return [self.name, *(["uidmap", "slirp4netns"] if which("apt-get") else [])]
+
+    def start_commands(self, message: str) -> list[list[str]]:
+        return [["podman", "machine", "start"]] if sys.platform == "darwin" else []
+
+    def ids_remedy(self) -> Remedy:
+        """A range of user and group ids that nobody else has."""
+        import pwd
+
+        end = 100000
+        for path in ("/etc/subuid", "/etc/subgid"):
+            with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    _, *numbers = line.strip().split(":")
+                    if len(numbers) == 2 and all(map(str.isdecimal, numbers)):
+                        end = max(end, sum(map(int, numbers)))
+        try:
+            user = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            return Remedy([], note="use a user that has a name")
+        if not program("usermod"):
+            note = f"give {user} a range of 65536 ids in /etc/subuid and /etc/subgid"
+            return Remedy([], note=note)
+        given = f"{end}-{end + 65535}"
+        add = ["usermod", "--add-subuids", given, "--add-subgids", given, user]
+        return Remedy([as_root(add), ["podman", "system", "migrate"]])
+
+
+class Created(Output):
+    """A container that is being created: of two that share a new volume podman lets one fail."""
+
+    def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
+        status, out, err = super().result(limit_bytes)
+        if status and "volume already exists" in err:
+            return Output(self.argv, self.seconds).result()
+        return status, out, err
+
+
+# In the order in which they are tried. Whatever names an engine takes it from here.
+ENGINES: dict[str, type[Engine]] = {driver.name: driver for driver in (Docker, Podman)}
+
+
+def engine_remedy(wanted: str) -> Remedy:
+    """How to install the engine that was asked for, or the one that fits best."""
+    from shutil import which
+
+    # An ordinary user is best served by podman: no daemon, no group that is as good as root.
+    best = Docker if os.getuid() == 0 and which("apt-get") else Podman
+    commands = install_commands(*ENGINES.get(wanted, best)().packages())
+    return Remedy(commands, note="" if commands else f"install {' or '.join(ENGINES)}")
+
+
+def iso_time(text: str) -> str:
+    """ISO 8601 for '2026-01-31 12:00:00 +0100', which may be followed by a zone's name."""
+    day, hour, zone = text.split()[:3]
+    return f"{day}T{hour}{zone[:3]}:{zone[3:]}"
 
 
 def candidates(config: Config) -> list[Engine]:
     """The engine that was asked for, or those to try in turn."""
     runtime = config.get("runtime")
-    return [Engine(runtime)] if runtime else [Engine("docker"), Engine("podman")]
+    return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
 
 
 def first_answer(engines: Sequence[Engine],
@@ -1511,26 +1810,24 @@ def first_answer(engines: Sequence[Engine],
         # `docker info` prints a failure of its daemon as data, and some versions end with status 0.
         if out.startswith("!"):
             status, err = 1, out[1:]
-        if not status or diagnose(err) in ("", "image"):
+        if not status or engine.diagnose(err) in ("", "image"):
             return engine, status, out, err
-        met = met or failure(engine.name, err, wanted)
-    message = f"{wanted} is not installed" if wanted else "neither docker nor podman is installed"
-    raise met or problem("engine", wanted, broken + message)
+        met = met or engine.failure(err, wanted)
+    message = f"{wanted} is not" if wanted else f"neither {' nor '.join(ENGINES)} is"
+    raise met or EngineProblem("engine", f"{broken}{message} installed", engine_remedy(wanted))
 
 
 def pick_engine(engines: Sequence[Engine]) -> tuple[Engine, bool]:
     """The first engine that answers, and whether it is rootless. Raises EngineProblem, also when it is too old."""
     engine, status, out, err = first_answer(engines, Engine.facts)
     if status:
-        raise failure(engine.name, err)
+        raise engine.failure(err)
     engine.version, _, fact = out.strip("\n").partition(" ")
-    if version_numbers(engine.version) < MINIMUM_VERSION[engine.name]:
-        oldest = ".".join(map(str, MINIMUM_VERSION[engine.name]))
+    if version_numbers(engine.version) < engine.minimum:
+        oldest = ".".join(map(str, engine.minimum))
         message = f"{engine.name} {engine.version} is too old: {oldest} is the oldest that works"
-        raise problem("old", engine.name, message)
-    if fact == "remote":
-        return engine, engine.ask("info", "--format", "{{.Host.Security.Rootless}}").strip() == "true"
-    return engine, fact == "rootless" or (engine.name == "podman" and os.getuid() != 0)
+        raise engine.problem("old", message, engine.name)
+    return engine, engine.is_rootless(fact)
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
@@ -1626,21 +1923,17 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         raise ValueError("network")
 
 
-INSPECT = ("container", "inspect", "--format",
-           "{{.Id}} {{.Name}} {{.State.Status}} {{json .Config.Labels}}")
-
-
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
     """Look for a session by name, with one call. Raises NotASession for another container."""
-    engine, status, out, err = first_answer(engines, lambda e: e.output(*INSPECT, name))
-    if status and "no such" in err.lower():
+    engine, status, out, err = first_answer(engines, lambda e: Output(e.inspect_argv(name)))
+    if status and engine.is_absent(err):
         return engine, None
     if status:
-        raise failure(engine.name, err)
-    id, real_name, state, labels = out.strip().split(" ", 3)
-    if real_name.lstrip("/") != name:  # the engine takes the start of an id, too
+        raise engine.failure(err)
+    id, real_name, state, _, labels = engine.read_inspected(out)
+    if real_name != name:  # the engine takes the start of an id, too
         return engine, None
-    session = Session(name, state, parse_json(labels) or {}, id)
+    session = Session(name, state, labels, id)
     if "sandbox.session" not in session.labels:
         raise NotASession(f"the container {name} exists and is not a sandbox session",
                           "choose another name with -n", 125)
@@ -1659,8 +1952,6 @@ ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and 
 KILLED = 137  # an exec whose container ends
 BEGAN_BYTES = 16 << 20  # eleven for each command
 LOG_TAIL_BYTES = 65536
-# The log has a limit, because root inside the container can write to it.
-SESSION_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1m")
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1693,6 +1984,9 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
     return None
 
 
+LIMITS = ("pidsLimit", "memory", "cpus")
+
+
 def spec_of(config: Config) -> dict[str, Any]:
     """What a container is created from: the part of the configuration that an existing one cannot change."""
     directory = config.get("hostPath")
@@ -1702,7 +1996,7 @@ def spec_of(config: Config) -> dict[str, Any]:
         "image": config.image, "directory": directory,
         "workdir": config.get("containerPath") or directory,
         "volumes": config.all("volumes"), "ports": config.all("ports"),
-        **{key: config.get(key) for key in ("memory", "cpus", "pidsLimit", "network")},
+        **{key: config.get(key) for key in (*LIMITS, "network")},
     }
 
 
@@ -1760,42 +2054,24 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
     }
 
 
-def mount_argv(host: str, container: str, options: str = "") -> list[str]:
-    """A bind mount that fails when the host path does not exist; any character may be in the paths."""
-    chosen = options.split(",") if options else []
-    if "z" in chosen or "Z" in chosen:  # docker's --mount knows no relabelling
-        return ["--volume", f"{host}:{container}:{options}"]
-    fields = ["type=bind", f"source={host}", f"target={container}",
-              *(["readonly"] if "ro" in chosen else [])]
-    return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f
-                                for f in fields)]
-
-
-def create_argv(engine: Engine, name: str, spec: Mapping[str, Any],
-                labels: Mapping[str, str]) -> list[str]:
+def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
+                 labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
-    argv = [engine.name, "run", "-d", "--init", "--pull", "never", "--name", name, "--user", "0:0",
-            "--workdir", spec["workdir"], "-e", f"HOME={CONTAINER_HOME}", "--cap-drop", "ALL",
-            *SESSION_LOG]
-    argv += [f"--cap-add={capability}" for capability in CAPABILITIES]
-    argv += ["--http-proxy=false"] if engine.name == "podman" else []
-    for key, flag in (("pidsLimit", "--pids-limit"), ("memory", "--memory"), ("cpus", "--cpus")):
-        argv += [flag, str(spec[key])] if spec[key] else []
-    network = "none" if isinstance(spec["network"], dict) else spec["network"]
-    argv += ["--network", network] if network != "open" else []
-    for port in spec["ports"]:
-        argv += ["--publish", port]
-    for key, value in labels.items():
-        argv += ["--label", f"{key}={value}"]
-    argv += mount_argv(spec["sources"][0], spec["workdir"])
-    for source, volume in zip(spec["sources"][1:], spec["volumes"], strict=True):
-        argv += mount_argv(source, *volume.split(":")[1:])
-    if volume := Session(name, "", labels).volume:
-        argv += ["--volume", f"{volume}:{NET_DIRECTORY}:ro", "-e", f"SANDBOX_PROXY={PROXY_URL}"]
-    user = labels["sandbox.user"].split(":")
+    volume = Session(name, "", labels).volume
+    options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
     script = asset("session/mounts.sh") + asset("session/init.sh")
-    return [*argv, "--entrypoint", "sh", spec["image"], "-c", script.decode(), "sandbox", *user,
-            *mounts_meant(spec)]
+    return engine.create_argv(
+        name, spec["image"],
+        ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"),
+         *mounts_meant(spec)],
+        labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
+        env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else [])],
+        limits={key: spec[key] for key in LIMITS},
+        network="none" if isinstance(spec["network"], dict) else spec["network"],
+        ports=spec["ports"],
+        binds=list(zip(spec["sources"], mount_targets(spec), options, strict=True)),
+        volumes=[f"{volume}:{NET_DIRECTORY}:ro"] if volume else [],
+        log_size="1m")  # it has a limit because root inside the container can write to it
 
 
 def mount_targets(spec: Mapping[str, Any]) -> list[str]:
@@ -1844,28 +2120,33 @@ def place_of(source: str) -> str:
     raise FileNotFoundError(f"no mount {mount}")  # as under chroot, where "/" is no mount
 
 
+# What an engine's daemon starts containers with.
+OTHER_SOCKETS = ("/run/containerd/containerd.sock", "/run/crio/crio.sock")
+
+
 def engine_sockets() -> list[str]:
     """Paths at which an engine may listen: who reaches one of them owns the host."""
     run_user = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     home = os.path.expanduser("~")
-    known = ["/run/docker.sock", "/run/podman/podman.sock", "/run/containerd/containerd.sock",
-             "/run/crio/crio.sock",
-             f"{run_user}/docker.sock", f"{run_user}/podman/podman.sock",
-             f"{home}/.docker/run/docker.sock",
-             f"{home}/.docker/desktop/docker.sock", f"{home}/.colima/default/docker.sock"]
-    for variable in ("DOCKER_HOST", "CONTAINER_HOST"):
+    known = [path.format(run=run_user, home=home)
+             for engine in ENGINES.values() for path in engine.sockets]
+    for variable in (engine.address_variable for engine in ENGINES.values()):
         if os.environ.get(variable, "").startswith("unix://"):
             known.append(os.environ[variable].removeprefix("unix://"))
+    known += OTHER_SOCKETS
     return [os.path.realpath(path) for path in known]
 
 
 def check_mounts(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when a mount would hand out an engine's socket, or two go to one place."""
     paths = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    sockets = engine_sockets()
+    names = {os.path.basename(path) for engine in ENGINES.values() for path in engine.sockets}
+    names.update(map(os.path.basename, OTHER_SOCKETS))
     for source, real in zip(paths, spec["sources"], strict=True):
-        for socket in engine_sockets():
+        for socket in sockets:
             inside = os.path.commonpath([real, socket]) == real and os.path.exists(socket)
-            if inside or os.path.basename(real) in ("docker.sock", "podman.sock", "containerd.sock", "crio.sock"):
+            if inside or os.path.basename(real) in names:
                 raise SandboxError(
                     f"{source} holds an engine's socket: whoever reaches it owns the host",
                                    "mount something narrower, or say --allow-engine-socket", 125)
@@ -1900,19 +2181,6 @@ def check_spec(spec: Mapping[str, Any]) -> None:
                                "rename it: no control characters, nothing but UTF-8", 125)
 
 
-class Created(Output):
-    """A container that is being created: of two that share a new volume podman lets one fail, which tries again."""
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        super().__init__(argv, LONG_SECONDS)
-
-    def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
-        status, out, err = super().result(limit_bytes)
-        if status and "volume already exists" in err:
-            return Output(self.argv, LONG_SECONDS).result()
-        return status, out, err
-
-
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
                    spec: Mapping[str, Any]) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed. Raises SandboxError.
@@ -1925,21 +2193,20 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     session = Session(name, "running", labels)
     status = 1
     try:
-        proxy = Created(proxy_argv(engine, session, spec)) if session.proxy else None
-        status, out, err = Created(create_argv(engine, name, spec, labels)).result()
+        proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
+        status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
         if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
             status, out, err = ended
     finally:
         if status:
             remove_leftover(engine, session)
-    if status and "already in use" in err and "name" in err.lower():
+    if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
-    if status and diagnose(err) == "image":
+    if status and engine.diagnose(err) == "image":
         raise missing_image(engine, config)
     if status:
-        raise failure(engine.name, err)
-    limits = [key for key in ("memory", "cpus", "pidsLimit")
-              if config.source(key) not in ("", "default")]
+        raise engine.failure(err)
+    limits = [key for key in LIMITS if config.source(key) not in ("", "default")]
     if limits and err.strip():
         say(err.strip())  # the engine warns that it cannot enforce a limit
     session.id = out.strip()
@@ -1951,11 +2218,11 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
                      spec: Mapping[str, Any]) -> Session:
     """Create a session anew from what is configured now; where that fails the old one is there, stopped."""
     stop_session(engine, session)
-    engine.ask("rename", session.id, f"{session.name}.{random_id()}")
+    engine.ask(engine.argv("rename", session.id, f"{session.name}.{random_id()}"))
     try:
         _, fresh = create_session([engine], session.name, config, flags, spec)
     except BaseException:
-        engine.output("rename", session.id, session.name).result()
+        Output(engine.argv("rename", session.id, session.name)).result()
         raise
     remove_container(engine, session)
     return fresh
@@ -1970,9 +2237,11 @@ def container_user(rootless: bool) -> str:
 
 def remove_leftover(engine: Engine, session: Session) -> None:
     """Remove the containers of a failed creation, and no other that has the name."""
-    status, out, _ = engine.output(*INSPECT, session.name).result()
-    if not status and f'"sandbox.session":"{session.labels["sandbox.session"]}"' in out:
-        engine.output("rm", "-f", "-v", session.name, seconds=LONG_SECONDS).result()
+    status, out, _ = Output(engine.inspect_argv(session.name)).result()
+    if not status:
+        *_, labels = engine.read_inspected(out)
+        if labels.get("sandbox.session") == session.labels["sandbox.session"]:
+            Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
 
 
@@ -1980,7 +2249,7 @@ def start_session(engine: Engine, session: Session) -> Session:
     """The session, running."""
     if session.state != "running":
         if session.state == "paused":
-            hint = f"run: {engine.name} unpause {session.name}"
+            hint = "run: " + quote_all(engine.argv("unpause", session.name))
             raise SandboxError(f"the container {session.name} is paused", hint, 125)
         have, _ = session.created()
         if any(resolved(path) != path for path in have.get("sources", ())):
@@ -1988,9 +2257,9 @@ def start_session(engine: Engine, session: Session) -> Session:
         # Restart the proxy: what ran in the session before may have left it stuck. Give it its
         # rules before any command runs.
         if session.proxy:
-            engine.output(*restart_argv(session), seconds=LONG_SECONDS).result()
+            Output(engine.argv("restart", session.proxy), LONG_SECONDS).result()
             set_rules(engine, session, network_of(session, session_config(session)))
-        engine.ask("start", session.name, seconds=LONG_SECONDS)
+        engine.ask(engine.argv("start", session.name), LONG_SECONDS)
         session.state = "running"
         if have.get("sources"):
             check_mounted(engine, session, have)
@@ -2003,14 +2272,14 @@ def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> 
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
-    argv = ["exec", "--user", "0:0", session.name, "sh", "-c", script, "sandbox", *meant]
-    status, _, err = engine.output(*argv).result()
+    command = ["sh", "-c", script, "sandbox", *meant]
+    status, _, err = Output(engine.exec_argv(session.name, command, user="0:0")).result()
     if status == TURNED_STATUS:
         stop_session(engine, session)
         raise mount_turned(session)
     # Where the container has ended, the command that comes next says so.
     if status and end_of(engine, session, status)[0] == "running":
-        raise failure(engine.name, err)
+        raise engine.failure(err)
 
 
 TURNED_STATUS = 97
@@ -2024,10 +2293,10 @@ def mount_turned(session: Session) -> SandboxError:
 def stop_session(engine: Engine, session: Session) -> Session:
     """The session, with nothing running in it."""
     if session.state == "running":
-        engine.ask("stop", "-t", "5", session.name, seconds=LONG_SECONDS)
+        engine.ask(engine.argv("stop", session.name), LONG_SECONDS)
         session.state = "exited"
         if session.proxy:
-            engine.output("stop", "-t", "5", session.proxy, seconds=LONG_SECONDS).result()
+            Output(engine.argv("stop", session.proxy), LONG_SECONDS).result()
     return session
 
 
@@ -2065,52 +2334,38 @@ PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
 CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_MEMORY = "512m"  # 256 connections that nobody reads take 300 MB, with their sockets
 KEPT_DIRECTORY = "/var/lib/sandbox-net"  # a volume of the proxy's own, unseen by the session
-PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
 
 def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> list[str]:
     """The engine call that starts the proxy of a session, from the same image, on the engine's default network."""
     import json
 
-    argv = [engine.name, "run", "-d", "--pull", "never", "--name", session.proxy, "--user", "0:0",
-            "--workdir", "/",
-            "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--restart",
-            "on-failure",
-            "--pids-limit", "1024", "--memory", PROXY_MEMORY, *PROXY_LOG,
-            "--volume", f"{session.volume}:{NET_DIRECTORY}", "--volume", KEPT_DIRECTORY]
-    argv += ["--http-proxy=false"] if engine.name == "podman" else []
-    for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
-        argv += ["--label", f"sandbox.{key}={value}"]
-    argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e",
-             f"SANDBOX_RULES={json.dumps(spec['network'])}"]
-    return [*argv, "--entrypoint", PROXY_PROGRAM[0], spec["image"], *PROXY_PROGRAM[1:], "serve"]
+    return engine.create_argv(
+        session.proxy, spec["image"], [*PROXY_PROGRAM, "serve"],
+        labels={"sandbox.session": session.labels["sandbox.session"],
+                "sandbox.proxy": session.name},
+        workdir="/", service=True, limits={"pidsLimit": 1024, "memory": PROXY_MEMORY},
+        volumes=[f"{session.volume}:{NET_DIRECTORY}", KEPT_DIRECTORY],
+        env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={json.dumps(spec['network'])}"],
+        log_size="10m")
 
 
-def restart_argv(session: Session) -> list[str]:
-    """The engine's arguments that start the proxy of a session, and end it before where it runs."""
-    return ["restart", "-t", "1", session.proxy]
-
-
-def set_argv(session: Session, network: Any) -> list[str]:
-    """The engine's arguments that give the proxy its rules."""
+def set_argv(engine: Engine, session: Session, network: Any) -> list[str]:
+    """The engine call that gives the proxy its rules."""
     import json
 
-    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, *PROXY_PROGRAM,
-            "set"]
+    return engine.exec_argv(session.proxy, [*PROXY_PROGRAM, "set"],
+                            env=[f"SANDBOX_RULES={json.dumps(network)}"])
 
 
 def set_rules(engine: Engine, session: Session, network: Any) -> None:
     """Put the rules in force, with the proxy started where it is not running. Raises SandboxError."""
-    if engine.output(*set_argv(session, network)).result()[0]:
+    argv = set_argv(engine, session, network)
+    if Output(argv).result()[0]:
         start_proxy(engine, session)
-        engine.ask(*set_argv(session, network))
+        engine.ask(argv)
         if session.state == "running":  # the session's gate takes a moment to find a new proxy
-            engine.output("exec", session.name, "sh", "-c", LISTENING).result()
-
-
-def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
-    """The engine call that prints a proxy's last decisions, a JSON object per line."""
-    return [engine.name, "logs", *options, session.proxy]
+            Output(engine.exec_argv(session.name, ["sh", "-c", LISTENING])).result()
 
 
 def decision_of(line: str | bytes) -> Any:
@@ -2129,8 +2384,8 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
     import io
     import tarfile
 
-    path = f"{session.proxy}:{KEPT_DIRECTORY}/decisions"
-    status, out, _ = engine.output("cp", path, "-").result()
+    argv = engine.copy_argv(session.proxy, f"{KEPT_DIRECTORY}/decisions")
+    status, out, _ = Output(argv).result()
     if status:
         return []  # nothing was decided yet, or an old proxy that keeps no such file
     with tarfile.open(fileobj=io.BytesIO(out.encode())) as archive:
@@ -2143,12 +2398,12 @@ def show_log(engine: Engine, session: Session, follow: bool) -> int:
     """Print the decisions that are in the log, and before them the hosts that came before these."""
     import json
 
-    _, out, _ = Output(log_argv(engine, session)).result()
+    _, out, _ = Output(engine.logs_argv(session.proxy)).result()
     oldest = next(filter(None, map(decision_of, out.splitlines())), {"time": "9999"})["time"]
     for entry in kept_decisions(engine, session):
         if entry["first"] < oldest:
             print(json.dumps(entry), flush=True)
-    return call(log_argv(engine, session, *(["-f"] if follow else [])), output=1)
+    return call(engine.logs_argv(session.proxy, follow=follow), output=1)
 
 
 def refusals(engine: Engine, session: Session, since: float) -> list[str]:
@@ -2157,7 +2412,7 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
         return []
     out = ""
     with suppress(EngineProblem):  # a log that cannot be read must not hide the command's status
-        _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
+        _, out, _ = Output(engine.logs_argv(session.proxy, since=since)).result()
     entries = filter(None, map(decision_of, out.splitlines()))
     denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries
                            if e["verdict"] == "deny")
@@ -2168,19 +2423,19 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
 
 def start_proxy(engine: Engine, session: Session) -> None:
     """Start the proxy of a session, or make it again when somebody has removed it. Raises SandboxError."""
-    status, _, err = engine.output("start", session.proxy, seconds=LONG_SECONDS).result()
-    if status and "no such container" in err.lower():
+    status, _, err = Output(engine.argv("start", session.proxy), LONG_SECONDS).result()
+    if status and engine.is_absent(err):
         argv = proxy_argv(engine, session, session.created()[0])
         status, _, err = Output(argv, LONG_SECONDS).result()
     if status:
-        raise failure(engine.name, err)
+        raise engine.failure(err)
 
 
 def remove_proxy(engine: Engine, session: Session) -> None:
     """Remove the proxy of a session and the volume they shared, as far as they are there."""
     if session.proxy:
-        engine.output("rm", "-f", "-v", session.proxy, seconds=LONG_SECONDS).result()
-        engine.output("volume", "rm", session.volume).result()
+        Output(engine.argv("remove", session.proxy), LONG_SECONDS).result()
+        Output(engine.argv("remove-volume", session.volume)).result()
 
 
 def network_of(session: Session, config: Config) -> Any:
@@ -2329,10 +2584,6 @@ def compose(command: str | Sequence[str], args: Sequence[str]) -> list[str]:
     return [*command, *args]
 
 
-# docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
-DETACH_KEYS = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
-
-
 def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command: Sequence[str], *,
               stdin: bool = False, size: tuple[int, int] | None = None) -> list[str]:
     """The engine call that runs a command in a session; with `size` (rows, columns) on a terminal.
@@ -2340,20 +2591,19 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
     The caller puts env_script() into SANDBOX_ENV of the call's environment.
     """
     rows, columns = size or (0, 0)
-    return [engine.name, "exec", *(["-i"] if stdin else []),
-            *(["-t", "--detach-keys", DETACH_KEYS] if size else []),
-            "--user", session.user, "--workdir", workdir, "-e", "SANDBOX_ENV", "-e",
-            f"SANDBOX_EXEC={tag}",
-            session.id or session.name, "sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns),
-            *command]
+    return engine.exec_argv(
+        session.id or session.name,
+        ["sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns), *command],
+        user=session.user, workdir=workdir, env=["SANDBOX_ENV", f"SANDBOX_EXEC={tag}"],
+        stdin=stdin, terminal=size is not None)
 
 
 def signal_tagged(engine: Engine, session: Session, tag: str, name: str,
                   grace_seconds: int) -> None:
     """Signal everything that a tagged exec has started, as far as the engine answers; see static/session/signal.sh."""
-    argv = [engine.name, "exec", "--user", session.user, session.id or session.name,
-            "sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag,
-            str(grace_seconds)]
+    command = ["sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag,
+               str(grace_seconds)]
+    argv = engine.exec_argv(session.id or session.name, command, user=session.user)
     with suppress(EngineProblem):
         Output(argv, CALL_SECONDS + grace_seconds).result()
 
@@ -2501,8 +2751,7 @@ def tool_packages() -> dict[str, list[str]]:
 def build_image(engine: Engine, config: Config, update_agents: bool = False,
                 agents: Sequence[str] = ()) -> None:
     """Build the image of a configuration, or with these agents. Raises SandboxError."""
-    if engine.name == "podman":
-        check_podman(engine)
+    engine.check_helpers()
     given = dict(item.split("=", 1) for item in config.all("imageBuildArgs"))
     version, tool = split_build_version(config.get("imageVersion"), given.get("TOOL", ""))
     args = {**given, "TOOL": tool, **({"AGENTS": ",".join(agents)} if agents else {})}
@@ -2513,7 +2762,7 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False,
     args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
     steps = 1
     if not given.get("BASE"):
-        args["BASE"], steps = ensure_base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
+        args["BASE"], steps = ensure_base_image(engine, given.get("APT_MIRROR", ""))
     call_build(engine, tag, args, Step(f"build {tag}", steps, steps, UNMADE))
     if before.id:
         before.remove_untagged()
@@ -2524,16 +2773,11 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
     """Build from the files of static/image/. Raises SandboxError."""
     import tempfile
 
-    argv = [engine.name, "build", "--force-rm", "-t", tag,
-            "--label", f"sandbox.agents={args['AGENTS_UPDATED']}",
-            "--label", f"sandbox.programs={args['AGENTS']}"]
-    for name, value in args.items():
-        argv += ["--build-arg", f"{name}={value}"]
-    for name in PROXY_VARIABLES:
-        argv += ["--build-arg", name] if os.environ.get(name) else []
-    if any(f"//{host}" in os.environ.get(n, "") for n in PROXY_VARIABLES
-           for host in ("127.", "localhost", "[::1]")):
-        argv += ["--network", "host"]
+    given = [f"{name}={value}" for name, value in args.items()]
+    given += [name for name in PROXY_VARIABLES if os.environ.get(name)]
+    labels = {"sandbox.agents": args["AGENTS_UPDATED"], "sandbox.programs": args["AGENTS"]}
+    host_network = any(f"//{host}" in os.environ.get(n, "") for n in PROXY_VARIABLES
+                       for host in ("127.", "localhost", "[::1]"))
     with tempfile.TemporaryDirectory(prefix="sandbox-build-") as context:
         copied = [name for words in containerfile("COPY") for name in words[:-1]]
         for name in ("Containerfile", *copied):
@@ -2541,25 +2785,20 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
                 file.write(host_ca_bundle() if name == "ca.crt" else asset(f"image/{name}"))
                 os.fchmod(file.fileno(), 0o644)  # the mode goes into the image
         try:
-            step.run([*argv, "-f", os.path.join(context, "Containerfile"), context])
+            step.run(engine.build_argv(tag, context, labels, given, host_network))
         except SandboxError as error:
             raise build_failure(engine) or error from None
 
 
 def build_failure(engine: Engine) -> SandboxError | None:
     """What has ended a build, where this machine shows it."""
-    facts = {"docker": "{{.DockerRootDir}}", "podman": "{{.Store.GraphRoot}}"}
-    root = engine.output("info", "--format", facts[engine.name]).result()[1].strip()
+    root = Output(engine.argv("storage")).result()[1].strip()
     with suppress(OSError):  # it may be another machine's
         stat = os.statvfs(root)
         if stat.f_bavail * stat.f_frsize < FULL_BYTES:
             return SandboxError(f"{engine.name} build found no space left at {root}",
-                                HINTS["no space left"], 125)
-    tables = "nft" if version_numbers(engine.version) >= (5,) else "iptables"
-    if engine.name == "podman" and os.getuid() == 0 and not program(tables):
-        return problem("helper", "podman",
-                       f"podman could not find {tables}, without which a container has no network")
-    return None
+                                NO_ROOM_HINT, 125)
+    return engine.build_problem()
 
 
 def host_ca_bundle() -> bytes:
@@ -2576,20 +2815,18 @@ class Image:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
-        label = '|{{index .Config.Labels "sandbox.%s"}}'
-        form = "{{.Id}}" + label % "agents" + label % "programs"
-        status, out, _ = engine.output("image", "inspect", "--format", form, name).result()
-        self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split("|", 2)
+        status, out, _ = Output(engine.image_argv(name)).result()
+        self.id, self.names, labels = ("", [], {}) if status else engine.read_image(out)
+        stamp, agents = labels.get("sandbox.agents", ""), labels.get("sandbox.programs", "")
         self.stamp = stamp if stamp.isdigit() else ""
         # An image without that label says nothing about its agents: then this is ().
         self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))
 
     def remove_untagged(self) -> None:
         """Remove an image whose name a new one has taken, unless it has another or is in use."""
-        inspect = ("image", "inspect", "--format", "{{.RepoTags}}", self.id)
-        status, tags, _ = self.engine.output(*inspect).result()
-        if not status and tags.strip() == "[]":
-            self.engine.output("image", "rm", self.id).result()
+        now = Image(self.engine, self.id)
+        if now.id and not now.names:
+            Output(self.engine.argv("remove-image", self.id)).result()
 
 
 def agents_stamp(image: Image, update: bool) -> str:
@@ -2601,17 +2838,17 @@ def agents_stamp(image: Image, update: bool) -> str:
     return str(int(time.time()) // (1 if update else 86400))
 
 
-def ensure_base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
+def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
     """The distribution's base image: at hand, from a registry, or made from the distribution's mirror.
 
     With it the number of steps that the build has: 2 where the base was fetched or made first.
     """
     for name in (BASE_IMAGE, LOCAL_BASE):
-        if engine.output("image", "inspect", name).result()[0] == 0:
+        if Image(engine, name).id:
             return name, 1
     fetch = Step(f"fetch {BASE_IMAGE}", 1, 2)
     try:
-        fetch.run([engine.name, "pull", "-q", BASE_IMAGE])
+        fetch.run(engine.argv("pull", BASE_IMAGE))
     except SandboxError:
         fetch.forget_log()
         say(f"no registry gives {BASE_IMAGE} ({fetch.tail[-1] if fetch.tail else 'it says nothing'})")
@@ -2620,7 +2857,7 @@ def ensure_base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
     return BASE_IMAGE, 2
 
 
-def make_base(engine: Engine, mirror: Sequence[str]) -> None:
+def make_base(engine: Engine, mirror: str) -> None:
     """Make LOCAL_BASE from the distribution's own mirror or the one given, as root. Raises SandboxError."""
     from shutil import which
 
@@ -2638,9 +2875,8 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
     script, dpkg_cfg = (asset(f"image/{name}").decode() for name in ("make-base", "dpkg.cfg"))
     tools = ",".join(tool_packages()["common"])
     Step(f"make {LOCAL_BASE} from Debian's mirror", 1, 2, UNMADE).run(
-        ["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])),
-         tools,
-         dpkg_cfg, *mirror])
+        ["sh", "-c", script, "sh", BASE_SUITE, " ".join(as_root([])), tools, dpkg_cfg, mirror,
+         *engine.argv("import", "root.tar", LOCAL_BASE)])
 
 
 # --- Commands ---
@@ -2671,7 +2907,7 @@ def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool
                              session_config(session, None, request.flags, request.args.profile))
         if start:
             set_rules(engine, session, network)
-        elif engine.output(*set_argv(session, network)).result()[0]:
+        elif Output(set_argv(engine, session, network)).result()[0]:
             return False
         if isinstance(request.flags.values.get("network"), dict):
             write_settings(session.name, read_settings(session.name) | {"network": network})
@@ -2777,21 +3013,20 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
     """The state of a container, '' when it is gone, and the status it ended with."""
     import time
 
-    form = "{{.State.Status}} {{.State.ExitCode}}"
     for _ in range(5):  # the engine learns of the end of its processes one by one
-        gone, out, err = engine.output("container", "inspect", "--format", form, session.id).result()
-        if gone and "no such" not in err.lower():
-            raise failure(engine.name, err)
-        state, _, code = out.strip().partition(" ")
+        gone, out, err = Output(engine.inspect_argv(session.id)).result()
+        if gone and not engine.is_absent(err):
+            raise engine.failure(err)
+        _, _, state, code, _ = ("", "", "", 0, {}) if gone else engine.read_inspected(out)
         if gone or state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
-    return ("", 0) if gone else (state, int(code))
+    return state, code
 
 
 def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
     """Whether a command has left its mark in a container, which need not run; None where that cannot be known."""
-    status, out, _ = engine.output("cp", f"{session.id}:/run/sandbox-began", "-").result(BEGAN_BYTES)
+    status, out, _ = Output(engine.copy_argv(session.id, "/run/sandbox-began")).result(BEGAN_BYTES)
     # The answer is a tar archive: its header ends with NUL, and the file begins with "sandbox".
     _, head, marks = out.partition("\0sandbox\n")
     return None if status or not head else f"{tag}\n" in marks
@@ -2799,7 +3034,7 @@ def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
 
 def last_lines(engine: Engine, session: Session) -> list[str]:
     """The last lines of a container's own log, for a person."""
-    _, out, err = engine.output("logs", "--tail", "3", session.id).result(LOG_TAIL_BYTES)
+    _, out, err = Output(engine.logs_argv(session.id, tail=3)).result(LOG_TAIL_BYTES)
     return [line[:300] for line in (out + err).strip().splitlines()[-3:]]
 
 
@@ -2838,10 +3073,10 @@ def remove_session(engine: Engine, session: Session) -> None:
 
 
 def remove_container(engine: Engine, session: Session) -> None:
-    name = session.id or session.name
-    status, _, err = engine.output("rm", "-f", "-v", name, seconds=LONG_SECONDS).result()
-    if status and "no such container" not in err.lower():
-        raise failure(engine.name, err)
+    argv = engine.argv("remove", session.id or session.name)
+    status, _, err = Output(argv, LONG_SECONDS).result()
+    if status and not engine.is_absent(err):
+        raise engine.failure(err)
     remove_proxy(engine, session)
 
 
@@ -2945,12 +3180,6 @@ def cmd_rm(args: argparse.Namespace) -> int:
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
 ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created")
-PS_ARGS = ("ps", "-a", "--filter", "label=sandbox.session", "--format")
-PS_DOCKER = (
-    '{"Names":[{{json .Names}}],"State":{{json .State}},"Image":{{json .Image}},"CreatedAt":{{json .CreatedAt}},'
-    '"Labels":{' + ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}'
-                            for label in PS_LABELS + ID_LABELS) + "}}"
-)
 
 
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
@@ -2960,54 +3189,41 @@ def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
     engine, rows = list_containers(engines)
-    running = {row["Labels"]["sandbox.session"] for row in rows
-               if is_proxy(row) and row["State"] == "running"}
+    running = {row["labels"]["sandbox.session"] for row in rows
+               if is_proxy(row) and row["state"] == "running"}
     return sorted((session_row(engine.name, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
 
 
 def is_proxy(row: Mapping[str, Any]) -> bool:
-    return bool(row["Labels"].get("sandbox.proxy"))
+    return bool(row["labels"].get("sandbox.proxy"))
 
 
 def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, Any]]]:
-    """The containers that carry our labels, sessions and proxies, as the engine shows them."""
-    formats = {"docker": PS_DOCKER, "podman": "json"}
-    engine, status, out, err = first_answer(engines, lambda e: e.output(*PS_ARGS, formats[e.name]))
+    """The containers that carry our labels, sessions and proxies: see Engine.read_list()."""
+    engine, status, out, err = first_answer(
+        engines, lambda e: Output(e.list_argv("sandbox.session", PS_LABELS + ID_LABELS)))
     if status:
-        raise failure(engine.name, err)
-    if engine.name == "podman":
-        return engine, parse_json(out or "[]")
-    return engine, [parse_json(line) for line in out.split("\n") if line]  # a label may hold U+0085
+        raise engine.failure(err)
+    return engine, engine.read_list(out)
 
 
 def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
     """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
-    labels = row["Labels"]
+    labels = row["labels"]
     result = {
-        "name": row["Names"][0], "state": row["State"],
+        "name": row["name"], "state": row["state"],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
-        "image": row["Image"], "created": iso_time(row), "runtime": runtime,
+        "image": row["image"], "created": row["created"], "runtime": runtime,
     }
-    if result["network"] == "allow" and row["State"] == "running" and labels["sandbox.session"] not in proxies:
+    if (result["network"] == "allow" and row["state"] == "running"
+            and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
     try:
         Session(result["name"], "", labels).created()
     except BrokenSession:
         result["state"] = "broken"
     return result
-
-
-def iso_time(row: Mapping[str, Any]) -> str:
-    """docker prints '2026-01-31 12:00:00 +0100 CET', podman gives seconds since 1970."""
-    if isinstance(row.get("Created"), int):
-        import time
-
-        text = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(row["Created"]))
-    else:
-        text = row["CreatedAt"]
-    day, hour, zone = text.split()[:3]
-    return f"{day}T{hour}{zone[:3]}:{zone[3:]}"
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
@@ -3067,10 +3283,10 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def check_host(engine: Engine, session: Session, host: str) -> int:
     """Print the proxy's decision about a host; 0 when it is allowed."""
-    argv = ["exec", session.proxy, *PROXY_PROGRAM, "check", host]
-    status, out, err = engine.output(*argv, seconds=LONG_SECONDS).result()
+    argv = engine.exec_argv(session.proxy, [*PROXY_PROGRAM, "check", host])
+    status, out, err = Output(argv, LONG_SECONDS).result()
     if not out:
-        raise failure(engine.name, err)
+        raise engine.failure(err)
     show(out.rstrip("\n"))
     return status
 
@@ -3112,26 +3328,25 @@ def prune_engine(engine: Engine, dry_run: bool) -> None:
     if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
         left = [item for item in leftovers(engine) if item in left]
-    for kind, name in left:
+    for name, argv in left:
         print(name)
         if not dry_run:
-            engine.output(*kind, name, seconds=LONG_SECONDS).result()
+            Output(argv, LONG_SECONDS).result()
 
 
-def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
-    """The proxies, then the volumes of no session: the engine's command that removes it, and its name."""
+def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
+    """The proxies, then the volumes of no session: a name, and the engine call that removes it."""
     import re
 
-    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
+    volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
     volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]
     _, rows = list_containers([engine])
-    ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
-    proxies = [row["Names"][0] for row in rows
-               if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
-    # No -f for a volume: with it podman also removes the containers that use the volume.
-    return [*((("rm", "-f", "-v"), proxy) for proxy in proxies),
-            *((("volume", "rm"), volume) for volume in volumes
+    ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
+    proxies = [row["name"] for row in rows
+               if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
+    return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
+            *((volume, engine.argv("remove-volume", volume)) for volume in volumes
               if volume.removeprefix("sandbox-net-") not in ids)]
 
 
@@ -3174,17 +3389,16 @@ def show_command(args: argparse.Namespace) -> int:
     request = RunRequest(args, look=True)
     if request.session:
         engine, session = request.engines[0], request.session
-        calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
+        calls = [] if session.state == "running" else [engine.argv("start", session.name)]
         if session.proxy:
-            rules = set_argv(session, network_of(session, request.config))
-            calls = [*([[engine.name, *restart_argv(session)]] if calls else []),
-                     [engine.name, *rules], *calls]
+            rules = set_argv(engine, session, network_of(session, request.config))
+            calls = [*([engine.argv("restart", session.proxy)] if calls else []), rules, *calls]
     else:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
-        calls.append(create_argv(engine, request.name, request.spec, labels))
+        calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
     size = os.get_terminal_size(0) if terminal else None
@@ -3199,10 +3413,9 @@ def show_command(args: argparse.Namespace) -> int:
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
     if args.rm_on_exit:
-        lines.append(quote_all([engine.name, "rm", "-f", "-v", session.name,
-                                *filter(None, [session.proxy])])
-                     + " >/dev/null")
-        lines += [quote_all([engine.name, "volume", "rm", session.volume]) + " >/dev/null"] if session.proxy else []
+        calls = [engine.argv("remove", session.name, *filter(None, [session.proxy]))]
+        calls += [engine.argv("remove-volume", session.volume)] if session.proxy else []
+        lines += [quote_all(argv) + " >/dev/null" for argv in calls]
     print("\n".join(lines))
     return 0
 
@@ -3275,8 +3488,7 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
         return [failed_check("engine", error)], None
     try:
         # podman answers what pick_engine asks for without touching its storage, so ask for more.
-        if engine.name == "podman":
-            check_podman(engine)
+        engine.check_helpers()
     except SandboxError as error:
         return [Check("engine", "ok", engine.name), failed_check("daemon", error)], None
     details = (engine.name, "rootless" if rootless else "rootful", "answers", engine.version)
@@ -3296,22 +3508,19 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     image = Image(engine, config.image)
     if not image.id:
         return [failed_check("image", missing_image(engine, config))]
-    create = ("run", "--rm", "--init", "--pull", "never", "--entrypoint", "sh")
-    # The helpers of a network are podman's; docker's daemon has its own from the start.
     connected = None
-    if engine.name == "podman":
-        connected = engine.output(*create, config.image, "-c", ":", seconds=LONG_SECONDS)
+    if engine.daemonless:  # a daemon has the helpers of a network from the start
+        connected = Output(engine.try_argv(config.image, ["sh", "-c", ":"]), LONG_SECONDS)
     sooner = {name: value for a in AGENTS.values() for name, value in a.version_env.items()}
-    script = env_script(sooner) + VERSIONS_SCRIPT
-    _, out, err = engine.output(*create, "--network", "none", config.image, "-c", script, "sh",
-                                *(image.agents or AGENTS), seconds=LONG_SECONDS).result()
+    command = ["sh", "-c", env_script(sooner) + VERSIONS_SCRIPT, "sh", *(image.agents or AGENTS)]
+    _, out, err = Output(engine.try_argv(config.image, command, "none"), LONG_SECONDS).result()
     checks = [Check("image", "ok", config.image)]
     cut, _, words = connected.result() if connected else (0, "", "")
     if connected:
-        checks.append(failed_check("network", failure(engine.name, words)) if cut
+        checks.append(failed_check("network", engine.failure(words)) if cut
                       else Check("network", "ok", ""))
     if not out:
-        return checks if cut else [*checks, failed_check("agents", failure(engine.name, err))]
+        return checks if cut else [*checks, failed_check("agents", engine.failure(err))]
     versions = out.split("\n")[:-1]
     missing = [line.split()[0] for line in versions if line.endswith("missing")]
     remedy = Remedy([[*missing_image(engine, config).remedy.commands[0], "--update-agents"]],
@@ -3323,7 +3532,7 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
 
 def check_disk() -> Check:
     """Room where the engines keep their images, as far as it is on this machine."""
-    places = ("/var/lib/docker", "/var/lib/containers", os.path.expanduser("~"), "/")
+    places = (*(engine.disk_root for engine in ENGINES.values()), os.path.expanduser("~"), "/")
     place = next(path for path in places if os.path.isdir(path))
     stat = os.statvfs(place)
     free = stat.f_bavail * stat.f_frsize / 1e9
@@ -3505,7 +3714,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
     "runtime": ("--rt --runtime",
-                {"metavar": "ENGINE", "help": "docker or podman; default: the first that answers"}),
+                {"metavar": "ENGINE",
+                 "help": f"{' or '.join(ENGINES)}; default: the first that answers"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
     "serverUser": ("-U --user",
@@ -3599,6 +3809,8 @@ def complete(words: Sequence[str]) -> list[str]:
     before = words[-2] if len(words) > 1 else ""
     if before in ("-y", "--yolo"):
         return list(SHORTCUTS)
+    if before in ("--rt", "--runtime"):
+        return list(ENGINES)
     if before in ("-r", "--run"):
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
@@ -3699,7 +3911,7 @@ def dispatch(argv: Sequence[str]) -> int:
         if error.errno != errno.ENOSPC:
             raise
         message = f"{error.filename or 'output'}: {error.strerror}"
-        raise SandboxError(message, HINTS["no space left"],
+        raise SandboxError(message, NO_ROOM_HINT,
                            125 if command == "run" else 1) from None
 
 

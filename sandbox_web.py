@@ -21,11 +21,11 @@ All that it uses of sandbox.py (a test compares this list with the code):
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env
         read_settings write_settings lock_settings AGENTS
-    engines: Engine candidates missing_image
+    engines: Engine Image candidates missing_image
     sessions: Session find_session list_sessions create_session recreate_session start_session
         stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
         differences
-    network: network_of set_rules change_rules log_argv decision_of kept_decisions
+    network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
     processes: spawn wait_for Output end_on_signals
     people: say report Step Remedy with_remedies install_commands
@@ -1225,7 +1225,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
         # A link in a path may lead to an engine's socket by now.
         if spec["sources"] != have.get("sources"):
             sandbox.check_mounts(spec)
-    if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
+    if not sandbox.Image(engine, config.image).id:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     try:
@@ -1346,7 +1346,7 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
 def get_decisions(app: App, _request: Request, params: Params) -> Stream:
     """Server-sent events: what the proxy has decided of late, and what it decides."""
     engine, session = find_allowlist(params["session"])
-    argv = sandbox.log_argv(engine, session, "-f", "--tail", str(SHOWN_DECISIONS))
+    argv = engine.logs_argv(session.proxy, follow=True, tail=SHOWN_DECISIONS)
     kept = sorted(sandbox.kept_decisions(engine, session), key=lambda entry: str(entry["time"]))
     last = kept[-SHOWN_DECISIONS:]
     return Stream("text/event-stream; charset=utf-8",
