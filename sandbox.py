@@ -33,7 +33,6 @@ IMAGE_NAME = "localhost/sandbox"
 IMAGE_VERSION = "1.0-common"
 BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
-PIDS_LIMIT = 4096
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
@@ -405,16 +404,17 @@ def a_word(value: Any) -> str:
     return str(value)
 
 
-def matching(pattern: str, what: str, numbers: bool = False) -> Callable[[Any], str]:
-    """A check for a string of a pattern, which a number's digits may be, too."""
+def matching(pattern: str, what: str, *, numbers: bool = False,
+             then: Callable[[str], Any] = str) -> Callable[[Any], Any]:
+    """A check for a string of a pattern, which a number's digits may be, too; `then` normalises."""
 
-    def check(value: Any) -> str:
+    def check(value: Any) -> Any:
         import re
 
         text = str(value) if numbers and type(value) in (int, float) else value
         if not is_text(text) or not re.fullmatch(pattern, text, re.ASCII | re.DOTALL):
             raise ValueError(f"{value!r} is not {what}")
-        return str(text)
+        return then(text)
 
     return check
 
@@ -489,30 +489,48 @@ def a_command(value: Any) -> str | list[str]:
 
 
 def a_rule(value: Any) -> str:
-    """`<host>[:<port>]` in lower case: a name, `*.` and a name, or an address; without a port it means 443 and 80."""
+    """`<host>[:<port>]` in its one form: a name, `*.` and a name, or an address.
+
+    Without a port it means 443 and 80. Rule in static/image/proxy.py, a program of its own, takes
+    the same texts and means the same by them.
+    """
     import re
 
-    what = "<host>[:<port>]: a name, *.name for what is below it, or an address; no http://, no path"
-    text = a_string(value).lower()
-    text = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
-    label = r"[a-z0-9_]([\w-]{0,61}\w)?"
-    found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?",
-                         text, re.ASCII)
-    host, port = (canonical_host(found[1]), found.groups()[-1]) if found else ("", None)
-    if not host or int(port or 1) > 65535:
-        raise ValueError(f"{value!r} is not {what}")
-    return f"{host}:{port}" if port else host
+    text = a_string(value)
+    bare = text.count(":") > 1 and not text.startswith("[")  # an IPv6 address without its brackets
+    found = re.fullmatch(r"(\*\.)?(?:\[(.*:.*)\]|([^:]*))(?::([0-9]{1,5}))?",
+                         f"[{text}]" if bare else text)
+    below, address, name, port = found.groups("") if found else ("", "", "", "")
+    host = canonical_host(address or name)
+    if not host or not 0 < int(port or 1) < 65536 or (below and is_address(host)):
+        raise ValueError(f"{value!r} is not <host>[:<port>]: a name, *.name for what is below it, "
+                         "or an address; no http://, no path")
+    host = f"[{host}]" if ":" in host else host
+    return below + host + (f":{int(port)}" if port else "")
 
 
-def canonical_host(host: str) -> str:
-    """A name, or an address written the one way; '' for what is neither, as `127.1` and `0x7f.1`."""
-    if not host.startswith("[") and not host.rpartition(".")[2][:1].isdigit():
-        return host if len(host) < 254 else ""
-    import ipaddress
+def is_address(host: str) -> bool:
+    """Whether a host is to be an address: with such a last label C libraries read a name as one."""
+    import re
 
-    with suppress(ValueError):
-        address = ipaddress.ip_address(host.strip("[]"))
-        return f"[{address}]" if address.version == 6 else str(address)
+    return ":" in host or bool(re.fullmatch(r"[0-9]+|0x[0-9a-f]*", host.rpartition(".")[2]))
+
+
+def canonical_host(text: str) -> str:
+    """A name or an address written the one way, '' for what is neither, as `127.1` and `0x7f.1`."""
+    import re
+
+    host = text.removesuffix(".").lower() if text.isascii() else ""
+    if not is_address(host):
+        label = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+        named = len(host) < 254 and re.fullmatch(rf"{label}(\.{label})*", host)
+        return host if named else ""
+    from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
+
+    with suppress(OSError):
+        data = inet_pton(AF_INET6 if ":" in host else AF_INET, host)
+        data = data[12:] if data[:12] == bytes(10) + b"\xff\xff" else data
+        return inet_ntop(AF_INET if len(data) == 4 else AF_INET6, data)
     return ""
 
 
@@ -536,35 +554,26 @@ an_image_name = matching(
                          "an image name: lower case, without a version (that is imageVersion)")
 an_image_version = matching(r"\d+(\.\d+)*-[\w.-]{1,80}",
                             f"<version>-<variant>, for example {IMAGE_VERSION}")
-a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m or 4g")
 a_number = matching(r"(?=.*[1-9])\d{0,5}(\.\d{0,3})?", "a number of CPUs such as 2 or 1.5",
                     numbers=True)
-a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True)
+a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m or 4g",
+                  then=str.lower)
+a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True, then=int)
 a_build_argument = matching(r"[A-Za-z_]\w*=.*", "<NAME>=<value>")
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
-a_host = matching(r"\[?[\w.:-]+\]?", "a host name")
 
 
-LISTS: dict[str, Callable[[Any], Any]] = {
-    "envFile": an_absolute_path, "volumes": a_volume, "ports": a_port,
-    "imageBuildArgs": a_build_argument,
-    "allowedHosts": lambda value: a_host(value).lower().strip("[]"),
-}
-SCALARS: dict[str, Callable[[Any], Any]] = {
-    "runtime": lambda value: one_of(ENGINES, "an engine")(value), "containerName": a_name,
-    "hostPath": an_absolute_path,
-    "containerPath": an_absolute_path, "imageName": an_image_name, "imageVersion": an_image_version,
-    "yolo": a_shortcut, "command": a_command, "memory": lambda value: a_size(value).lower(),
-    "cpus": a_number,
-    "pidsLimit": lambda value: int(a_count(value)), "network": a_network, "autostart": a_string,
-    "agentPromptCommand": a_prompt_template, "serverUser": a_word, "serverPass": a_word,
-}
-KEYS = (*SCALARS, *LISTS, "env")
-# Both of a pair say what to start, so the one of the higher layer counts.
-EXCLUSIVE = {"yolo": "command", "command": "yolo"}
+def an_engine(value: Any) -> str:
+    name: str = one_of(ENGINES, "an engine")(value)
+    return name
 
 
-def check_env(value: Any) -> dict[str, str]:
+def a_host(value: Any) -> str:
+    text: str = matching(r"\[?[\w.:-]+\]?", "a host name")(value)
+    return text.lower().strip("[]")
+
+
+def an_environment(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise ValueError("it is not an object of names and strings")
     for name, text in value.items():
@@ -574,69 +583,166 @@ def check_env(value: Any) -> dict[str, str]:
     return value
 
 
-def check_value(key: str, value: Any) -> Any:
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
+
+
+class Key:
+    """A key of the configuration. All that is known of it in general is its row in KEYS.
+
+    `check` is of the value, and of a list for each item. `kind` is scalar, list or object: of a
+    scalar the value of the highest layer counts, lists are appended, and `env` is merged by its
+    names. The commands in `of` have an option with these `flags` (`config` has those of `run`).
+    `variable`, of our environment, counts less than the file, or more (`above_file`).
+    What is `fixed` is what a session is created from: to change it takes a new container. It is in
+    the session's specification by its name, or as a part of another field (`part_of`). `limit` is
+    what engines call it. `excludes` names the key that does not go together with it: of
+    the two the one of the higher layer counts. A `setting` may be made for one session.
+    """
+
+    def __init__(self, name: str, check: Callable[[Any], Any], flags: str = "", metavar: str = "",
+                 help: str = "", *, kind: str = "scalar", of: str = "run", default: Any = None,
+                 variable: str = "", above_file: bool = False, fixed: bool = False,
+                 part_of: str = "", limit: str = "", excludes: str = "", secret: bool = False,
+                 setting: bool = False) -> None:
+        self.name, self.check, self.kind, self.default = name, check, kind, default
+        self.flags, self.metavar, self.help, self.of = flags.split(), metavar, help, of.split()
+        self.variable, self.above_file = variable, above_file
+        self.fixed, self.part_of, self.limit = fixed, part_of, limit
+        self.excludes, self.secret, self.setting = excludes, secret, setting
+
+    def option(self) -> dict[str, Any]:
+        """What argparse wants to know of its option."""
+        if self.kind == "scalar":
+            default = "" if self.default is None else f"; default: {self.default}"
+            help = self.help.replace("{engines}", " or ".join(ENGINES))
+            return {"metavar": self.metavar, "help": help + default}
+        return REPEATED | {"metavar": self.metavar, "help": f"{self.help}; repeatable"}
+
+
+KEYS = {key.name: key for key in (
+    Key("yolo", a_shortcut, "-y --yolo", "AGENT",
+        "start an agent that asks for no permission: "
+        + ", ".join(agent.shortcuts[0] for agent in AGENTS.values()), excludes="command"),
+    Key("command", a_command, "-x", "COMMAND ...",
+        "run this instead: one string for a shell, or words up to the end of the line",
+        excludes="yolo"),
+    Key("containerName", a_name, "-n --name", "NAME",
+        "container name; default: made from the directory's"),
+    Key("hostPath", an_absolute_path, "--hp --host-path", "DIR",
+        "host directory to mount; default: the current one", fixed=True, part_of="directory"),
+    Key("containerPath", an_absolute_path, "--cp --container-path", "DIR",
+        "where it is mounted; default: same path", fixed=True, part_of="workdir"),
+    Key("volumes", a_volume, "-v --volume", "HOST:CONTAINER[:ro|z|Z]", "another mount",
+        kind="list", fixed=True),
+    Key("ports", a_port, "-p --port", "[IP:]HOST:CONTAINER",
+        "publish a port, on 127.0.0.1 unless an address is given", kind="list", fixed=True),
+    Key("env", an_environment, "-e --env", "NAME[=VALUE]",
+        "a variable, by name alone with the value it has here", kind="object", setting=True),
+    Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file, absolute path",
+        kind="list"),
+    Key("imageVersion", an_image_version, "--iv --image-version", "VERSION",
+        "version of the image", of="run build", default=IMAGE_VERSION, fixed=True,
+        part_of="image"),
+    Key("imageName", an_image_name, "--in --image-name", "NAME", "image name", of="run build",
+        default=IMAGE_NAME, fixed=True, part_of="image"),
+    Key("imageBuildArgs", a_build_argument, "--iba --image-build-arg", "NAME=VALUE",
+        "build argument, for example TOOL=common, TOOL=full, TOOL=go,rust", kind="list",
+        of="build"),
+    Key("memory", a_size, "--memory", "SIZE", "memory limit, for example 4g", fixed=True,
+        limit="memory"),
+    Key("cpus", a_number, "--cpus", "NUMBER", "CPU limit, for example 1.5", fixed=True,
+        limit="cpus"),
+    Key("pidsLimit", a_count, "--pids-limit", "COUNT", "limit of processes", default=4096,
+        fixed=True, limit="pids-limit"),
+    Key("network", a_network, "--net --network", "MODE", "open, none or host", default="open",
+        fixed=True, setting=True),
+    Key("autostart", a_string, setting=True),
+    Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
+        default="admin", variable="SANDBOX_SERVER_USER"),
+    Key("serverPass", a_word, "-P --password", "PASSWORD",
+        "its password; default: a random one, printed", of="serve",
+        variable="SANDBOX_SERVER_PASS", secret=True),
+    Key("allowedHosts", a_host, "--allow-host", "NAME", "a name that the service is reached by",
+        kind="list", of="serve"),
+    Key("runtime", an_engine, "--rt --runtime", "ENGINE",
+        "{engines}; default: the first that answers",
+        of="run ps rm net prune build doctor serve", variable="SANDBOX_RUNTIME", above_file=True),
+)}
+
+
+def check_value(name: str, value: Any) -> Any:
     """The normalised value of a key. Raises ValueError with reason and remedy."""
-    if key == "env":
-        return check_env(value)
-    if key in SCALARS:
-        return SCALARS[key](value)
+    key = KEYS[name]
+    if key.kind != "list":
+        return key.check(value)
     if not isinstance(value, list):
         raise ValueError("it is not an array of strings")
-    return [LISTS[key](item) for item in value]
+    return [key.check(item) for item in value]
 
 
 # --- Layers ---
 
 
 class Layer:
-    """Checked values of one origin; `where` names the place of a key, as a prefix or, for flags, from a table."""
+    """Checked values of one origin.
 
-    def __init__(self, values: Mapping[str, Any], where: str | Mapping[str, str],
-                 code: int = 1) -> None:
-        self.where = where
-        self.extends = not isinstance(where, str)  # flags add to an allowlist
+    `origin` says what it is: default, environment, file, profile, created (what was given when the
+    session was created), settings (made for it later), flags, request (of the web service), or
+    check for values of which nothing but the check is wanted. A key's place, for people, is in
+    `places`, or the key itself behind `prefix`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], origin: str, prefix: str = "", code: int = 1, *,
+                 places: Mapping[str, str] | None = None) -> None:
+        self.origin, self.prefix, self.places = origin, prefix, places or {}
         self.values: dict[str, Any] = {}
-        for key, value in values.items():
-            if key not in KEYS:
-                raise SandboxError(f"{self.source(key)}: unknown key{nearest(key, KEYS)}",
+        for name, value in values.items():
+            place = self.source(name)
+            if name not in KEYS:
+                raise SandboxError(f"{place}: unknown key{nearest(name, KEYS)}",
                                    f"the keys are {', '.join(KEYS)}", code)
-            if EXCLUSIVE.get(key) in self.values:
-                raise SandboxError(f"{self.source(key)}: not together with {EXCLUSIVE[key]}",
+            if KEYS[name].excludes in self.values:
+                raise SandboxError(f"{place}: not together with {KEYS[name].excludes}",
                                    "keep one of them", code)
             try:
-                self.values[key] = check_value(key, value)
+                self.values[name] = check_value(name, value)
             except ValueError as error:
-                raise SandboxError(f"{self.source(key)}: {error}", code=code) from None
+                raise SandboxError(f"{place}: {error}", code=code) from None
 
-    def source(self, key: str) -> str:
-        return self.where + key if isinstance(self.where, str) else self.where.get(key, key)
+    def source(self, name: str) -> str:
+        return self.places.get(name, self.prefix + name)
+
+
+ADDING = ("created", "flags", "request")  # the layers whose rules add to those of an allowlist
 
 
 def merge(layers: Sequence[Layer]) -> dict[str, list[tuple[Any, str]]]:
     """Effective settings, lowest layer first: a scalar is the last item of its list, lists are appended."""
     merged: dict[str, list[tuple[Any, str]]] = {}
     for layer in layers:
-        for key, value in layer.values.items():
-            if key in EXCLUSIVE:
-                merged.pop(EXCLUSIVE[key], None)
-            if key in LISTS:
-                merged.setdefault(key, []).extend((item, layer.source(key)) for item in value)
-            elif key != "env":
-                below = merged[key][-1][0] if key == "network" and layer.extends and key in merged else None
-                value = with_rules(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
-                merged[key] = [(value, layer.source(key))]
+        for name, value in layer.values.items():
+            key, source = KEYS[name], layer.source(name)
+            merged.pop(key.excludes, None)
+            if key.kind == "list":
+                merged.setdefault(name, []).extend((item, source) for item in value)
+            elif key.kind == "scalar":
+                if name == "network" and layer.origin in ADDING and name in merged:
+                    value = with_rules(merged[name][-1][0], value)
+                merged[name] = [(value, source)]
     return merged
 
 
-def with_rules(network: Mapping[str, list[str]],
-               more: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """An allowlist with more rules: what is allowed is no longer denied, and the other way round."""
+def with_rules(network: Any, more: Any) -> Any:
+    """An allowlist with more rules: what is allowed is no longer denied, and the other way round.
+
+    Where not both are an allowlist, `more` counts alone.
+    """
+    if not (isinstance(network, dict) and isinstance(more, dict)):
+        return more
     allow, deny = ([*network.get(key, ()), *more.get(key, ())] for key in ("allow", "deny"))
-    rules: dict[str, list[str]] = a_network({"allow": [rule for rule in allow
-                                                       if rule not in more.get("deny", ())],
-                                             "deny": [rule for rule in deny
-                                                      if rule not in more.get("allow", ())]})
-    return rules
+    return a_network({"allow": [rule for rule in allow if rule not in more.get("deny", ())],
+                      "deny": [rule for rule in deny if rule not in more.get("allow", ())]})
 
 
 def merge_env(layers: Sequence[Layer],
@@ -648,8 +754,8 @@ def merge_env(layers: Sequence[Layer],
             env.update((n, (v, f"{path}:{line}")) for n, (v, line) in read(path).items())
     for layer in layers:
         for name, value in layer.values.get("env", {}).items():
-            env[name] = (value,
-                         f"{layer.source('env')}.{name}" if isinstance(layer.where, str) else "-e")
+            source = layer.source("env")
+            env[name] = (value, source if layer.origin == "flags" else f"{source}.{name}")
     return env
 
 
@@ -747,32 +853,39 @@ def profile_layer(data: Mapping[str, Any], name: str) -> Layer:
         raise SandboxError(f"no run profile {name!r}{nearest(name, runs)}", hint)
     if not isinstance(runs[name], dict):
         raise SandboxError(f"{config_path()}: runs.{name} is not an object")
-    return Layer(runs[name], f"{config_path()}: runs.{name}.")
+    return Layer(runs[name], "profile", f"{config_path()}: runs.{name}.")
 
 
-def environ_layer(names: Mapping[str, str]) -> Layer:
-    """Values from our own environment: names maps a key to its variable."""
-    found = {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
-    return Layer(found, {key: f"${name}" for key, name in names.items()})
+def environ_layer(*, above_file: bool) -> Layer:
+    """The keys that our own environment has, of those that count more than the file, or less."""
+    variables = {key.name: key.variable for key in KEYS.values()
+                 if key.variable and key.above_file == above_file}
+    found = {name: os.environ[variable] for name, variable in variables.items()
+             if os.environ.get(variable)}
+    return Layer(found, "environment",
+                 places={name: f"${variable}" for name, variable in variables.items()})
 
 
-def load_config(flags: Layer, profile: str | None = None, session: Sequence[Layer] = (),
-                data: Mapping[str, Any] | None = None) -> Config:
+def default_layer() -> Layer:
+    values = {key.name: key.default for key in KEYS.values() if key.default is not None}
+    # Only `run` needs the current directory, and says that it is gone.
+    with suppress(SandboxError):
+        values["hostPath"] = current_directory()
+    return Layer(values, "default", places=dict.fromkeys(values, "default"))
+
+
+def load_config(flags: Layer | None = None, profile: str | None = None,
+                session: Sequence[Layer] = (), data: Mapping[str, Any] | None = None) -> Config:
     """Resolve all layers; `session` are those of an existing one: see session_config()."""
     data = read_config() if data is None else data
-    defaults: dict[str, Any] = {"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION,
-                                "pidsLimit": PIDS_LIMIT,
-                                "network": "open", "serverUser": "admin"}
-    with suppress(SandboxError):  # only `run` needs the current directory, and says that it is gone
-        defaults["hostPath"] = current_directory()
     layers = [
-        Layer(defaults, dict.fromkeys(defaults, "default")),
-        environ_layer({"serverUser": "SANDBOX_SERVER_USER", "serverPass": "SANDBOX_SERVER_PASS"}),
-        Layer({k: v for k, v in data.items() if k != "runs"}, f"{config_path()}: "),
+        default_layer(),
+        environ_layer(above_file=False),
+        Layer({k: v for k, v in data.items() if k != "runs"}, "file", f"{config_path()}: "),
         *([] if profile is None else [profile_layer(data, profile)]),
-        environ_layer({"runtime": "SANDBOX_RUNTIME"}),
+        environ_layer(above_file=True),
         *session,
-        flags,
+        *([flags] if flags else []),
     ]
     return Config(layers, profile or "")
 
@@ -1334,15 +1447,14 @@ class Engine:
         raise NotImplementedError
 
     def create_argv(self, name: str, image: str, command: Sequence[str], *,
-                    labels: Mapping[str, str], workdir: str, log_size: str,
-                    env: Sequence[str] = (), capabilities: Sequence[str] = (),
-                    limits: Mapping[str, Any] | None = None, network: str = "open",
-                    ports: Sequence[str] = (),
+                    labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
+                    limits: Mapping[str, Any], capabilities: Sequence[str] = (),
+                    network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
                     service: bool = False) -> list[str]:
         """Starts a container whose first command is root's and prints its id.
 
-        The limits are keys of the configuration. A bind is a path of the host, one of the container
+        The limits have the names in KEYS. A bind is a path of the host, one of the container
         and options. A service is closed further than a session and started again when it fails.
         """
         argv = [self.name, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
@@ -1355,9 +1467,8 @@ class Engine:
         argv += ["--security-opt", "no-new-privileges", "--read-only",
                  "--restart", "on-failure"] if service else []
         argv += self.create_flags
-        flags = {"pidsLimit": "--pids-limit", "memory": "--memory", "cpus": "--cpus"}
-        for key, value in (limits or {}).items():
-            argv += [flags[key], str(value)] if value else []
+        for limit, value in limits.items():
+            argv += [f"--{limit}", str(value)] if value else []
         argv += ["--network", network] if network != "open" else []
         for port in ports:
             argv += ["--publish", port]
@@ -1524,17 +1635,11 @@ class Engine:
         while self.diagnose(Output(self.argv("ping")).result()[2]) == "daemon":
             now = time.monotonic()
             seen = now if may_run(self.daemon) else seen
-            if now - seen > GONE_SECONDS:
-                ending = "has ended"
-                break
-            if now - began > STARTUP_SECONDS:
-                ending = "does not answer"
-                break
+            ended = now - seen > GONE_SECONDS
+            if ended or now - began > STARTUP_SECONDS:
+                words = f"{self.name} was started and {'has ended' if ended else 'does not answer'}"
+                raise SandboxError(self.last_words() + words, hint, 125)
             time.sleep(0.2)
-        else:
-            return
-        message = f"{self.last_words()}{self.name} was started and {ending}"
-        raise SandboxError(message, hint, 125)
 
     def last_words(self) -> str:
         """The last lines that its daemon has printed."""
@@ -1893,7 +1998,7 @@ class Session:
             data = parse_json(self.labels["sandbox.created"])
             spec = {"directory": "/", "workdir": "/", **data["spec"]}
             check_created(spec, self.labels)
-            return spec, dict(Layer(data["flags"], "").values)
+            return spec, Layer(data["flags"], "created").values
         except (KeyError, TypeError, ValueError, AttributeError, SandboxError):
             message = f"the labels of the container {self.name} are not those of a whole session"
             raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
@@ -1911,16 +2016,78 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     """Raise ValueError, KeyError or TypeError where labels hold what none of ours could."""
     for key in ("image", "directory", "workdir"):
         a_word(spec[key])
-    for key in (spec.keys() & KEYS) | {"volumes", "ports", "network"}:
-        if spec[key] is not None or key in LISTS or key == "network":
-            check_value(key, spec[key])
+    # What every session has; one of an earlier version may lack a key that is newer than it.
+    volumes, _, network = spec["volumes"], spec["ports"], spec["network"]
+    for name in spec.keys() & KEYS:
+        if spec[name] is not None or KEYS[name].kind == "list" or name == "network":
+            check_value(name, spec[name])
     matching("[0-9]{1,10}:[0-9]{1,10}", "uid:gid")(labels["sandbox.user"])
     sources = spec.get("sources")  # an old session has none
     if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
-                                    and len(sources) == 1 + len(spec["volumes"])):
+                                    and len(sources) == 1 + len(volumes)):
         raise ValueError("sources")
-    if isinstance(spec["network"], dict) != (labels.get("sandbox.network") == "allow"):
+    if isinstance(network, dict) != (labels.get("sandbox.network") == "allow"):
         raise ValueError("network")
+
+
+def settings_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "sessions", f"{name}.json")
+
+
+def read_settings(name: str) -> dict[str, Any]:
+    """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
+    path = settings_path(name)
+    try:
+        data = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
+    if not isinstance(data, dict):
+        raise SandboxError(f"{path}: the file is not a JSON object",
+                           "correct the file or remove it")
+    return data
+
+
+def write_settings(name: str, settings: Mapping[str, Any]) -> None:
+    import json
+
+    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def lock_settings(name: str) -> Iterator[None]:
+    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
+    import fcntl
+
+    path = f"{settings_path(name)}.lock"
+    try:
+        make_private(os.path.dirname(path))
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise FileError(path, error) from None
+    with open(lock, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
+    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
+    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
+                 "settings", f"{settings_path(name)}: ")
+
+
+def session_config(session: Session, settings: Mapping[str, Any] | None = None,
+                   flags: Layer | None = None,
+                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
+    """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
+    data = read_config() if data is None else data
+    settings = read_settings(session.name) if settings is None else settings
+    if profile is None and session.profile in data.get("runs", {}):
+        profile = session.profile
+    _, kept = session.created()
+    created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
+    return load_config(flags, profile, [created, settings_layer(session.name, settings)], data)
 
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
@@ -1984,20 +2151,16 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
     return None
 
 
-LIMITS = ("pidsLimit", "memory", "cpus")
-
-
 def spec_of(config: Config) -> dict[str, Any]:
     """What a container is created from: the part of the configuration that an existing one cannot change."""
-    directory = config.get("hostPath")
-    return {
-        "sources": [resolved(path)
-                    for path in (directory, *(v.split(":")[0] for v in config.all("volumes")))],
-        "image": config.image, "directory": directory,
-        "workdir": config.get("containerPath") or directory,
-        "volumes": config.all("volumes"), "ports": config.all("ports"),
-        **{key: config.get(key) for key in (*LIMITS, "network")},
-    }
+    directory, volumes = config.get("hostPath"), config.all("volumes")
+    paths = (directory, *(volume.split(":")[0] for volume in volumes))
+    spec = {"sources": [resolved(path) for path in paths], "image": config.image,
+            "directory": directory, "workdir": config.get("containerPath") or directory}
+    for key in KEYS.values():
+        if key.fixed and not key.part_of:
+            spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
+    return spec
 
 
 def resolved(path: str) -> str:
@@ -2028,10 +2191,6 @@ def shown(value: Any) -> str:
     return "an allowlist" if isinstance(value, dict) else str(value or "none")
 
 
-FLAG_KEYS = ("imageName", "imageVersion", "containerPath", "volumes", "ports", "memory", "cpus",
-             "pidsLimit", "network")
-
-
 def agent_of(command: str | Sequence[str]) -> str:
     """The agent that a command starts, or ''."""
     word = (command.split() if isinstance(command, str) else command)[0]
@@ -2043,15 +2202,23 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
     import json
 
     agent = config.get("yolo") or (agent_of(config.get("command")) if config.get("command") else "")
-    kept = {key: flags.values[key] for key in FLAG_KEYS if key in flags.values}
+    # not the directory: where a later run comes from does not change it
+    kept = {name: value for name, value in flags.values.items()
+            if KEYS[name].fixed and name != "hostPath"}
     if agent:
-        kept.update({key: config.get(key) for key in EXCLUSIVE if config.get(key)})
+        kept |= {key.name: config.get(key.name) for key in KEYS.values()
+                 if key.excludes and config.get(key.name)}
     return {
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
         "sandbox.created": json.dumps({"spec": spec, "flags": kept}, separators=(",", ":")),
     }
+
+
+def limits() -> list[Key]:
+    """The keys that engines have an option of their own for."""
+    return [key for key in KEYS.values() if key.limit]
 
 
 def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
@@ -2066,7 +2233,7 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
          *mounts_meant(spec)],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
         env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else [])],
-        limits={key: spec[key] for key in LIMITS},
+        limits={key.limit: spec[key.name] for key in limits()},
         network="none" if isinstance(spec["network"], dict) else spec["network"],
         ports=spec["ports"],
         binds=list(zip(spec["sources"], mount_targets(spec), options, strict=True)),
@@ -2206,8 +2373,8 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         raise missing_image(engine, config)
     if status:
         raise engine.failure(err)
-    limits = [key for key in LIMITS if config.source(key) not in ("", "default")]
-    if limits and err.strip():
+    limited = any(config.source(key.name) not in ("", "default") for key in limits())
+    if limited and err.strip():
         say(err.strip())  # the engine warns that it cannot enforce a limit
     session.id = out.strip()
     remember(engine, session)
@@ -2344,7 +2511,7 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
         session.proxy, spec["image"], [*PROXY_PROGRAM, "serve"],
         labels={"sandbox.session": session.labels["sandbox.session"],
                 "sandbox.proxy": session.name},
-        workdir="/", service=True, limits={"pidsLimit": 1024, "memory": PROXY_MEMORY},
+        workdir="/", service=True, limits={"pids-limit": 1024, "memory": PROXY_MEMORY},
         volumes=[f"{session.volume}:{NET_DIRECTORY}", KEPT_DIRECTORY],
         env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={json.dumps(spec['network'])}"],
         log_size="10m")
@@ -3080,67 +3247,6 @@ def remove_container(engine: Engine, session: Session) -> None:
     remove_proxy(engine, session)
 
 
-def settings_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "sessions", f"{name}.json")
-
-
-def read_settings(name: str) -> dict[str, Any]:
-    """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
-    path = settings_path(name)
-    try:
-        data = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
-    if not isinstance(data, dict):
-        raise SandboxError(f"{path}: the file is not a JSON object",
-                           "correct the file or remove it")
-    return data
-
-
-def write_settings(name: str, settings: Mapping[str, Any]) -> None:
-    import json
-
-    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-@contextmanager
-def lock_settings(name: str) -> Iterator[None]:
-    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
-    import fcntl
-
-    path = f"{settings_path(name)}.lock"
-    try:
-        make_private(os.path.dirname(path))
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise FileError(path, error) from None
-    with open(lock, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
-    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
-    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
-                 f"{settings_path(name)}: ")
-
-
-def session_config(session: Session, settings: Mapping[str, Any] | None = None,
-                   flags: Layer | None = None,
-                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
-    data = read_config() if data is None else data
-    settings = read_settings(session.name) if settings is None else settings
-    if profile is None and session.profile in data.get("runs", {}):
-        profile = session.profile
-    _, kept = session.created()
-    created = Layer(kept, dict.fromkeys(kept, f"container {session.name}"))
-    return load_config(flags or Layer({}, {}), profile,
-                       [created, settings_layer(session.name, settings)], data)
-
-
 def jobs_path(name: str) -> str:
     return os.path.join(sandbox_home(), "jobs", name)
 
@@ -3160,14 +3266,21 @@ def remove_tree(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engine, Session]:
+    """The session that a command was given by its name. Raises SandboxError where there is none."""
+    Layer({"containerName": name}, "check", f"{command}: ")
+    engine, session = find_session(engines, name)
+    if session is None:
+        raise SandboxError(f"there is no container {name}", "sandbox ps lists them")
+    return engine, session
+
+
 def cmd_rm(args: argparse.Namespace) -> int:
     """Remove containers of ours."""
     status, engines = 0, candidates(load_config(flags_layer(args)))
     for name in args.names:
         try:
-            engine, session = find_session(engines, Layer({"containerName": name}, "rm: ").values["containerName"])
-            if session is None:
-                raise SandboxError(f"there is no container {name}", "sandbox ps lists them")
+            engine, session = find_given(engines, name, "rm")
             remove_session(engine, session)
             print(name)
         except EngineProblem:
@@ -3254,9 +3367,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 def cmd_net(args: argparse.Namespace) -> int:
     """Show or change what a session with an allowlist may reach."""
     engines = candidates(load_config(flags_layer(args)))
-    engine, session = find_session(engines, Layer({"containerName": args.session}, "net: ").values["containerName"])
-    if session is None:
-        raise SandboxError(f"there is no container {args.session}", "sandbox ps lists them")
+    engine, session = find_given(engines, args.session, "net")
     if not session.proxy:
         raise SandboxError(
             f"{session.name} has no allowlist: its network is {session.labels.get('sandbox.network')}",
@@ -3272,11 +3383,11 @@ def cmd_net(args: argparse.Namespace) -> int:
         print(json.dumps(network_of(session, session_config(session)), indent=2))
         return 0
     if args.action == "check":
-        Layer({"network": {"allow": args.hosts}}, {"network": "check"}, 2)  # raises
+        Layer({"network": {"allow": args.hosts}}, "check", code=2, places={"network": "check"})
         set_rules(engine, session, network_of(session, session_config(session)))
         return max(check_host(engine, session, host) for host in args.hosts)
-    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, {"network": args.action},
-                  2).values["network"]
+    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, "check", code=2,
+                  places={"network": args.action}).values["network"]
     change_rules(engine, session, rules)
     return 0
 
@@ -3296,7 +3407,8 @@ def change_rules(engine: Engine, session: Session,
     """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
     with lock_settings(session.name):
         settings = read_settings(session.name)
-        network = with_rules(network_of(session, session_config(session, settings)), rules)
+        network: dict[str, list[str]] = with_rules(
+            network_of(session, session_config(session, settings)), rules)
         write_settings(session.name, settings | {"network": network})
         if session.state == "running":
             set_rules(engine, session, network)
@@ -3371,17 +3483,19 @@ def cmd_config(args: argparse.Namespace) -> int:
 
     config = load_config(flags_layer(args), args.profile)
     result: dict[str, Any] = {}
-    for key, settings in config.settings.items():
-        values = [described(key, setting, args.reveal) for setting in settings]
-        result[key] = values if key in LISTS else values[-1]
-    result["env"] = {name: described(name, s, args.reveal) for name, s in config.env().items()}
+    for name, settings in config.settings.items():
+        values = [described(setting, KEYS[name].secret, args.reveal) for setting in settings]
+        result[name] = values if KEYS[name].kind == "list" else values[-1]
+    result["env"] = {name: described(setting, is_secret(name), args.reveal)
+                     for name, setting in config.env().items()}
     print(json.dumps(result, indent=2, ensure_ascii=False))
     return 0
 
 
-def described(name: str, setting: tuple[Any, str], reveal: bool) -> dict[str, Any]:
+def described(setting: tuple[Any, str], secret: bool, reveal: bool) -> dict[str, Any]:
     value, source = setting
-    return {"value": MASK if is_secret(name, value) and not reveal else value, "source": source}
+    hidden = (secret or is_secret("", value)) and not reveal
+    return {"value": MASK if hidden else value, "source": source}
 
 
 def show_command(args: argparse.Namespace) -> int:
@@ -3459,7 +3573,7 @@ def check_config() -> Check:
     try:
         data = read_config()
         for profile in (None, *data.get("runs", {})):
-            load_config(Layer({}, ""), profile, data=data).env()
+            load_config(profile=profile, data=data).env()
     except SandboxError as error:
         return Check("configuration", "fail", error.message, Remedy([], note=error.hint))
     if not os.path.exists(path):
@@ -3583,7 +3697,7 @@ def cmd_init(args: argparse.Namespace) -> int:
     data = read_config()
     runs = data.setdefault("runs", {})
     for profile in (None, *runs):  # raises: do not add to a file that is wrong
-        load_config(Layer({}, ""), profile, data=data)
+        load_config(profile=profile, data=data)
     found = [agent for agent in AGENTS if adopt_agent(agent, runs, args.force)]
     if not found:
         say("nothing new: no agent's credentials or variables are here, or each has its run profile already")
@@ -3649,9 +3763,7 @@ def env_quote(value: str) -> str:
 
 # --- Parser ---
 
-# Options by the name they are stored under; where that is a key of the configuration, the option
-# overrides it.
-REPEATED: dict[str, Any] = {"action": "append", "default": []}
+# Options that are no key of the configuration, by the name they are stored under.
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "what": ("", {"choices": ("show", "command"),
@@ -3661,36 +3773,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                    "help": "the shell to print a completion script for"}),
     "profile": ("-r --run",
                 {"metavar": "PROFILE", "help": "run profile: runs.PROFILE of sandbox.json"}),
-    "yolo": ("-y --yolo", {"metavar": "AGENT",
-                           "help": "start an agent that asks for no permission: "
-                                   + ", ".join(agent.shortcuts[0] for agent in AGENTS.values())}),
-    "command": ("-x", {"metavar": "COMMAND ...",
-                       "help": "run this instead: one string for a shell, or words up to the "
-                                                         "end of the line"}),
-    "containerName": ("-n --name", {"metavar": "NAME",
-                                    "help": "container name; default: made from the directory's"}),
-    "hostPath": ("--hp --host-path",
-                 {"metavar": "DIR", "help": "host directory to mount; default: the current one"}),
-    "containerPath": ("--cp --container-path",
-                      {"metavar": "DIR", "help": "where it is mounted; default: same path"}),
-    "volumes": ("-v --volume", REPEATED | {"metavar": "HOST:CONTAINER[:ro|z|Z]",
-                                           "help": "another mount; repeatable"}),
-    "ports": ("-p --port", REPEATED | {"metavar": "[IP:]HOST:CONTAINER",
-                                       "help": "publish a port, on 127.0.0.1 unless "
-                                                                                 "an address is given; repeatable"}),
-    "env": ("-e --env", REPEATED | {"metavar": "NAME[=VALUE]",
-                                    "help": "a variable, by name alone with the value it "
-                                                                       "has here; repeatable"}),
-    "envFile": ("--ef --env-file",
-                REPEATED | {"metavar": "FILE", "help": "an env file, absolute path; repeatable"}),
-    "imageVersion": ("--iv --image-version",
-                     {"metavar": "VERSION", "help": f"version of the image; {IMAGE_VERSION}"}),
-    "imageName": ("--in --image-name",
-                  {"metavar": "NAME", "help": f"image name; default: {IMAGE_NAME}"}),
-    "imageBuildArgs": ("--iba --image-build-arg",
-                       REPEATED | {"metavar": "NAME=VALUE", "help": "build argument, for "
-"example TOOL=common, TOOL=full, TOOL=go,rust; repeatable"}),
-    "network": ("--net --network", {"metavar": "MODE", "help": "open, none or host"}),
     "allow": ("--allow", REPEATED | {"metavar": "HOST[:PORT]",
                                      "help": "a host that it may reach, and no other than "
                                      "those; *.NAME for all below it; repeatable"}),
@@ -3700,10 +3782,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
     "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
-    "memory": ("--memory", {"metavar": "SIZE", "help": "memory limit, for example 4g"}),
-    "cpus": ("--cpus", {"metavar": "NUMBER", "help": "CPU limit, for example 1.5"}),
-    "pidsLimit": ("--pids-limit",
-                  {"metavar": "COUNT", "help": f"limit of processes; default: {PIDS_LIMIT}"}),
     "allow_engine_socket": ("--allow-engine-socket",
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
     "rm_on_exit": ("--rm-on-exit", FLAG | {"help": "remove the container when the command ends"}),
@@ -3713,46 +3791,33 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
-    "runtime": ("--rt --runtime",
-                {"metavar": "ENGINE",
-                 "help": f"{' or '.join(ENGINES)}; default: the first that answers"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
-    "serverUser": ("-U --user",
-                   {"metavar": "USER", "help": "user name of the web service; default: admin"}),
-    "serverPass": ("-P --password",
-                   {"metavar": "PASSWORD", "help": "its password; default: a random one, printed"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),
     "stop": ("--stop", FLAG | {"help": "stop the background server at the address"}),
     "restart": ("--restart", FLAG | {"help": "restart the background server at the address"}),
     "cert": ("--cert", {"metavar": "FILE", "help": "certificate chain (PEM): serve TLS"}),
     "key": ("--key", {"metavar": "FILE", "help": "its private key (PEM)"}),
-    "allowedHosts": ("--allow-host", REPEATED | {"metavar": "NAME",
-                                                 "help": "a name that the service is reached by; "
-                                                                            "repeatable"}),
     "verbose": ("--verbose", FLAG | {"help": "let the output of long work pass through"}),
     "yes": ("--yes", FLAG | {"help": "apply remedies (install, start, build) without asking"}),
 }
-RUN_OPTIONS = (
-    "profile yolo command containerName hostPath containerPath volumes ports env envFile imageVersion"
-               " imageName network allow memory cpus pidsLimit allow_engine_socket rm_on_exit runtime yes verbose")
 
 
 def flags_layer(args: argparse.Namespace) -> Layer:
     """The options as the highest layer. Raises SandboxError (usage) for a wrong one."""
-    values = {key: getattr(args, key) for key in KEYS if getattr(args, key, None) not in (None, [])}
+    values = {name: getattr(args, name) for name in KEYS
+              if getattr(args, name, None) not in (None, [])}
+    places = {key.name: key.flags[0] for key in KEYS.values() if key.flags}
     if "env" in values:
         values["env"] = env_flags(values["env"])
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
                                "keep one of them", 2)
-        values["network"] = {"allow": args.allow}
+        values["network"], places["network"] = {"allow": args.allow}, "--allow"
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
-    where = {key: flags.split()[0] for key, (flags, _) in OPTIONS.items() if flags}
-    return Layer(values, where | ({"network": "--allow"} if getattr(args, "allow", None) else {}),
-                 2)
+    return Layer(values, "flags", code=2, places=places)
 
 
 def env_flags(items: Sequence[str]) -> dict[str, str]:
@@ -3815,7 +3880,7 @@ def complete(words: Sequence[str]) -> list[str]:
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     if before in ("-n", "--name") or command == "rm" or (command == "net" and len(words) == 3):
-        return [row["name"] for row in list_sessions(candidates(load_config(Layer({}, ""))))]
+        return [row["name"] for row in list_sessions(candidates(load_config()))]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -3827,46 +3892,49 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
+RUN_OPTIONS = "profile allow allow_engine_socket rm_on_exit yes verbose"
+# What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
             cmd_run),
-    "ps": ("list sessions", "json quiet runtime", cmd_ps),
-    "rm": ("remove containers", "names runtime", cmd_rm),
-    "net": ("show or change what a session may reach", "action session hosts follow runtime",
-            cmd_net),
-    "prune": ("remove what a crash or a power cut has left", "dry_run runtime", cmd_prune),
-    "build": ("build the image",
-              "imageVersion imageName imageBuildArgs update_agents profile runtime yes verbose",
-              cmd_build),
+    "ps": ("list sessions", "json quiet", cmd_ps),
+    "rm": ("remove containers", "names", cmd_rm),
+    "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
+    "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
+    "build": ("build the image", "update_agents profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",
-               f"what {RUN_OPTIONS} reveal",
-               cmd_config),
-    "doctor": ("check what a run needs, and mend it", "json fix runtime yes verbose", cmd_doctor),
+               f"what {RUN_OPTIONS} reveal", cmd_config),
+    "doctor": ("check what a run needs, and mend it", "json fix yes verbose", cmd_doctor),
     "init": ("write a first configuration from the agents' settings found here", "force", cmd_init),
     "serve": ("run the web service, or control the one in the background",
-              "address serverUser serverPass profile"
-              " background stop restart cert key allowedHosts runtime yes verbose", cmd_serve),
+              "address profile background stop restart cert key yes verbose", cmd_serve),
     "completion": ("print a completion script for a shell", "shell", cmd_completion),
 }
+
+
+def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """The options of a command by the name they are stored under: flags, and what argparse wants."""
+    of = "run" if command == "config" else command
+    keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
+            if key.flags and of in key.of}
+    return keys | {name: (OPTIONS[name][0].split(), OPTIONS[name][1])
+                   for name in COMMANDS[command][1].split()}
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of one command: building all of them costs more than most commands do."""
     import argparse
 
-    summary, names, _ = COMMANDS[command]
     epilog = "Arguments after -- are passed to the agent." if command in ("run", "config") else None
     # Without a width argparse imports shutil to find one.
     columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100
     parser = argparse.ArgumentParser(
-        prog=f"sandbox {command}", description=f"{summary.capitalize()}.", epilog=epilog,
-        allow_abbrev=False,
+        prog=f"sandbox {command}", description=f"{COMMANDS[command][0].capitalize()}.",
+        epilog=epilog, allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, width=columns),
     )
-    for name in names.split():
-        flags, settings = OPTIONS[name]
-        parser.add_argument(*(flags.split() or [name]),
-                            **(settings | ({"dest": name} if flags else {})))
+    for name, (flags, settings) in options_of(command).items():
+        parser.add_argument(*(flags or [name]), **(settings | ({"dest": name} if flags else {})))
     return parser
 
 

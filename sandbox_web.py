@@ -19,8 +19,8 @@ All that it uses of sandbox.py (a test compares this list with the code):
     errors: SandboxError EngineProblem BrokenSession NotASession FileError nearest
     data: parse_json read_json is_exact is_plain a_name random_id printable quote_all
     files: asset sandbox_home make_private write_private remove_tree jobs_path
-    configuration: Config Layer load_config read_config flags_layer session_config exec_env
-        read_settings write_settings lock_settings AGENTS
+    configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
+        read_settings write_settings lock_settings AGENTS options_of
     engines: Engine Image candidates missing_image
     sessions: Session find_session list_sessions create_session recreate_session start_session
         stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
@@ -1058,7 +1058,7 @@ class Sessions:
 
 
 def base_config() -> Config:
-    return sandbox.load_config(Layer({}, ""))
+    return sandbox.load_config()
 
 
 def find(name: str) -> tuple[Engine, Session]:
@@ -1079,7 +1079,7 @@ def find_running(name: str) -> tuple[Engine, Session]:
     return engine, session
 
 
-SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
+SETTINGS = tuple(key.name for key in sandbox.KEYS.values() if key.setting)
 
 
 def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
@@ -1156,14 +1156,14 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, network=object, env=dict, autostart=str, agentPromptCommand=str)
+                  image=str, **dict.fromkeys(SETTINGS, object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
                                  if key in data and key != "network"}, {})
     profile = data.pop("profile", None)
-    flags = Layer({keys.get(name, name): value for name, value in data.items()},
-                  {key: name for name, key in keys.items()}, 2)
+    flags = Layer({keys.get(name, name): value for name, value in data.items()}, "request", code=2,
+                  places={key: name for name, key in keys.items()})
     config = sandbox.load_config(flags, profile)
     directory = config.get("hostPath")
     if config.source("hostPath") == "default":
@@ -1218,7 +1218,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = session_config(session, flags=Layer(place, ""))
+    config = session_config(session, flags=Layer(place, "request"))
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
@@ -1229,7 +1229,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     try:
-        flags = Layer({**kept, **place}, "")
+        flags = Layer({**kept, **place}, "created")
         session = sandbox.recreate_session(engine, session, config, flags, spec)
     finally:
         app.sessions.expire()
@@ -1280,8 +1280,8 @@ def settings_answer(session: Session) -> Answer:
 
 def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
     template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
-    return {"network": config.get("network"), "autostart": config.get("autostart"),
-            "agentPromptCommand": template}
+    values = {key: config.get(key) for key in SETTINGS if key != "env"}
+    return values | {"agentPromptCommand": template}
 
 
 def get_settings(_app: App, _request: Request, params: Params) -> Answer:
@@ -1313,7 +1313,8 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     given = {key: value for key, value in changes.items() if value is not None}
     # An empty template means no AGENT mode, where null would mean the default.
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
-    checked = Layer({key: value for key, value in given.items() if key not in none}, "", 2).values
+    values = {key: value for key, value in given.items() if key not in none}
+    checked = Layer(values, "check", code=2).values
     return {key: value for key, value in old.items() if key not in changes} | checked | none
 
 
@@ -1338,7 +1339,7 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
     rules = {key: [rule] for key, rule in fields(request.json(), allow=str, deny=str).items()}
     if not rules:
         raise WebError("bad_request", "the host is missing", "give allow or deny: <host>[:<port>]")
-    checked = Layer({"network": {"allow": [], **rules}}, "", 2).values["network"]
+    checked = Layer({"network": {"allow": [], **rules}}, "check", code=2).values["network"]
     engine, session = find_allowlist(params["session"])
     return json_answer(sandbox.change_rules(engine, session, checked))
 
@@ -1392,7 +1393,7 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
     profiles = []
     for name in data.get("runs", {}):
         try:
-            config = sandbox.load_config(Layer({}, ""), name, data=data)
+            config = sandbox.load_config(profile=name, data=data)
             own = config.source("hostPath") != "default"
             profiles.append({"name": name, "agent": config.get("yolo") or "", "image": config.image,
                              "directory": config.get("hostPath") if own else "", "error": None})
@@ -2580,7 +2581,8 @@ def stop_server(address: tuple[str, int]) -> bool:
 
 
 # The options that --restart takes over: kept in the lock file, which its owner alone can read.
-KEPT_OPTIONS = ("serverUser", "serverPass", "profile", "cert", "key", "allowedHosts", "runtime")
+KEPT_OPTIONS = [name for name, (flags, settings) in sandbox.options_of("serve").items()
+                if flags and settings.get("action") != "store_true"]
 
 
 def keep_options(args: argparse.Namespace, address: tuple[str, int]) -> None:

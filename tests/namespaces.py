@@ -59,10 +59,9 @@ class Namespaces(Engine):
         return [{**row, "created": iso_time(row["created"])} for row in rows]
 
     def create_argv(self, name: str, image: str, command: Sequence[str], *,
-                    labels: Mapping[str, str], workdir: str, log_size: str,
-                    env: Sequence[str] = (), capabilities: Sequence[str] = (),
-                    limits: Mapping[str, Any] | None = None, network: str = "open",
-                    ports: Sequence[str] = (),
+                    labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
+                    limits: Mapping[str, Any], capabilities: Sequence[str] = (),
+                    network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
                     service: bool = False) -> list[str]:
         assert not ports and not volumes and not service, "it has no network of its own"
