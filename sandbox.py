@@ -175,6 +175,15 @@ class SandboxError(Exception):
         self.message, self.hint, self.code = message, hint, code
 
 
+class FileError(SandboxError):
+    """A file of ours that could not be written; `errno` says why."""
+
+    def __init__(self, path: str, error: OSError) -> None:
+        hint = "make room or correct the permissions"
+        super().__init__(f"{path}: {error.strerror}", hint)
+        self.errno = error.errno
+
+
 class NameTaken(SandboxError):
     """Another run won the race for a container's name."""
 
@@ -843,8 +852,7 @@ def write_private(path: str, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)
-        raise SandboxError(f"{path}: {error.strerror}",
-                           "make room or correct the permissions") from None
+        raise FileError(path, error) from None
 
 
 def profile_layer(data: Mapping[str, Any], name: str) -> Layer:
@@ -2011,6 +2019,10 @@ class Session:
             raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
 
 
+class NotASession(SandboxError):
+    """A container that is none of our sessions: somebody else's, or the proxy of one."""
+
+
 class BrokenSession(SandboxError):
     """A container with our labels and nonsense in them: it can be listed and removed, no more."""
 
@@ -2069,8 +2081,7 @@ def lock_settings(name: str) -> Iterator[None]:
         make_private(os.path.dirname(path))
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise SandboxError(f"{path}: {error.strerror}",
-                           "make room or correct the permissions") from None
+        raise FileError(path, error) from None
     with open(lock, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -2098,7 +2109,7 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
 
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
-    """Look for a session by name, with one call. Raises SandboxError for what is none."""
+    """Look for a session by name, with one call. Raises NotASession for another container."""
     engine, status, out, err = first_answer(engines, lambda e: Output(e.inspect_argv(name)))
     if status and engine.is_absent(err):
         return engine, None
@@ -2109,11 +2120,11 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
         return engine, None
     session = Session(name, state, labels, id)
     if "sandbox.session" not in session.labels:
-        raise SandboxError(f"the container {name} exists and is not a sandbox session",
-                           "choose another name with -n", 125)
+        raise NotASession(f"the container {name} exists and is not a sandbox session",
+                          "choose another name with -n", 125)
     if "sandbox.proxy" in session.labels:
-        raise SandboxError(f"{name} is the proxy of the session {session.labels['sandbox.proxy']}",
-                           "name the session, not its proxy", 125)
+        raise NotASession(f"{name} is the proxy of the session {session.labels['sandbox.proxy']}",
+                          "name the session, not its proxy", 125)
     remember(engine, session)
     return engine, session
 
@@ -2139,15 +2150,9 @@ def remember(engine: Engine, session: Session) -> None:
     known = recall([engine], session.name)
     if known and known[1].id == session.id:
         return
-    temporary = memory_path(engine, session.name) + random_id()
-    try:
-        make_private(os.path.dirname(temporary))
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"id": session.id, "labels": session.labels}, file)
-        os.replace(temporary, memory_path(engine, session.name))
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary)
+    with suppress(FileError):
+        write_private(memory_path(engine, session.name),
+                      json.dumps({"id": session.id, "labels": session.labels}))
 
 
 def look_next_time(engine: Engine, session: Session) -> None:

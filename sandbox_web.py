@@ -2,15 +2,33 @@
 
 The README, section "Web service API", describes what clients see. How it is made:
 
-- `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines and limits.
+- `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines
+  and limits.
 - One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
 - A job is a detached process (static/session/job.py), which writes into
   ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
   again at any time.
-- A terminal is a PTY that a thread of its own pumps to its viewers' WebSockets and into a ring of 1 MiB.
+- A terminal is a PTY that a thread of its own pumps to its viewers' WebSockets and into a ring of
+  1 MiB.
 
-Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandbox/web/<address>.* (lock, log,
-state). Knows no engine argv: sandbox.py builds them all.
+Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandbox/web/<address>.*
+(lock, log, state). Knows no engine argv: sandbox.py builds them all.
+
+All that it uses of sandbox.py (a test compares this list with the code):
+
+    errors: SandboxError EngineProblem BrokenSession NotASession FileError nearest
+    data: parse_json read_json is_exact is_plain a_name random_id printable quote_all
+    files: asset sandbox_home make_private write_private remove_tree jobs_path
+    configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
+        read_settings write_settings lock_settings AGENTS options_of
+    engines: Engine Image candidates missing_image
+    sessions: Session find_session list_sessions create_session recreate_session start_session
+        stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
+        differences
+    network: network_of set_rules change_rules decision_of kept_decisions
+    commands: exec_argv env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
+    processes: spawn wait_for Output end_on_signals
+    people: say report Step Remedy with_remedies install_commands
 """
 
 from __future__ import annotations
@@ -39,7 +57,7 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from heapq import nsmallest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,20 +85,22 @@ if TYPE_CHECKING:
     from websockets.server import ServerProtocol
 
 DEFAULT_ADDRESS = "127.0.0.1:3000"
-# A name of our own on loopback: a cookie goes to whatever listens on another port of its name.
+# A name of our own on loopback. A browser sends a cookie to every port of a name: with "localhost"
+# any other program that listens there would get ours.
 OWN_NAME = "sandbox.localhost"
 RESOLVE_SECONDS = 1
 HEAD_BYTES, TARGET_BYTES, HEADER_COUNT = 16 * 1024, 4096, 64
 BODY_BYTES, ANONYMOUS_BODY_BYTES = 1024 * 1024, 8 * 1024
 IDLE_SECONDS, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 60, 10, 30, 30
-CONNECTIONS = 600  # then one makes room
-SPARE_CONNECTIONS = 50  # those that are just ending
+CONNECTIONS = 600  # with more than these, one has to end
+SPARE_CONNECTIONS = 50  # room beyond that, for those that are just ending
 CONNECTIONS_TRIMMED = 20  # after so many have gone, the memory that they took is given back
 ROOM_SECONDS = 2  # how long a new connection waits for one that was told to make room
 STACK_BYTES = 256 * 1024
 LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
+SHOWN_DECISIONS = 500
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
@@ -107,19 +127,18 @@ Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 # The one table from the code of an error to its status.
 STATUS = {
     "bad_request": 400, "unauthorized": 401, "forbidden": 403, "not_found": 404,
-    "method_not_allowed": 405,
-    "timeout": 408, "conflict": 409, "image_missing": 409, "too_large": 413, "target_too_long": 414,
-    "unsupported_type": 415, "expectation_failed": 417, "foreign_host": 421, "too_many": 429,
-    "head_too_large": 431,
-    "internal": 500, "failed": 500, "not_implemented": 501, "engine_failed": 502,
-    "engine_unavailable": 503,
-    "busy": 503, "version_not_supported": 505, "disk_full": 507,
+    "method_not_allowed": 405, "timeout": 408, "conflict": 409, "image_missing": 409,
+    "too_large": 413, "target_too_long": 414, "unsupported_type": 415, "expectation_failed": 417,
+    "foreign_host": 421, "too_many": 429, "head_too_large": 431, "internal": 500, "failed": 500,
+    "not_implemented": 501, "engine_failed": 502, "engine_unavailable": 503,
+    "version_not_supported": 505, "disk_full": 507,
 }
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 PHRASES = {int(status): phrase for status, (phrase, _) in BaseHTTPRequestHandler.responses.items()}
 
 
 class WebError(Exception):
-    """What a client is told: a key of STATUS, a message to act on, and perhaps a hint and headers."""
+    """What a client is told: a key of STATUS, a message, and perhaps a hint and headers."""
 
     def __init__(self, code: str, message: str, hint: str = "",
                  headers: Mapping[str, str] | None = None) -> None:
@@ -139,17 +158,18 @@ def as_web_error(error: Exception) -> WebError:
     """What a client is told of any exception; the unexpected goes to the log, not to the client."""
     if isinstance(error, WebError):
         return error
-    if isinstance(error, EngineProblem):
-        code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
-        return WebError(code, error.message, error.hint)
-    if isinstance(error, sandbox.BrokenSession):
-        return WebError("conflict", error.message, error.hint)
     if isinstance(error, SandboxError):
-        if os.strerror(errno.ENOSPC) in error.message:
-            return WebError("disk_full", error.message, error.hint)
-        return WebError({2: "bad_request", 125: "engine_failed"}.get(error.code, "failed"),
-                        error.message, error.hint)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        code = {2: "bad_request", 125: "engine_failed"}.get(error.code, "failed")
+        if isinstance(error, EngineProblem):
+            code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
+        elif isinstance(error, sandbox.BrokenSession):
+            code = "conflict"
+        elif isinstance(error, sandbox.NotASession):
+            code = "not_found"
+        elif isinstance(error, sandbox.FileError) and error.errno in NO_SPACE:
+            code = "disk_full"
+        return WebError(code, error.message, error.hint)
+    if isinstance(error, OSError) and error.errno in NO_SPACE:
         return WebError("disk_full", "the disk of the server is full", "make room there")
     log("".join(traceback.format_exception(error)).rstrip())
     return WebError("internal", "something went wrong inside the server; its log says what")
@@ -158,7 +178,7 @@ def as_web_error(error: Exception) -> WebError:
 def log(line: str) -> None:
     """Write a line to the log; a full disk keeps nobody from an answer."""
     with suppress(OSError), LOG_LOCK:
-        if sys.stderr:  # else the descriptor is another file's
+        if sys.stderr:  # without it descriptor 2 is some other file
             when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             # A traceback may have a container's words in it.
             os.write(2, f"{when} {sandbox.printable(line)}\n".encode())
@@ -168,7 +188,7 @@ def log(line: str) -> None:
 
 
 LOG_LOCK = threading.Lock()
-LOG_PATH: list[str] = []  # of a server in the background; another's output is not ours to cut
+LOG_PATH: list[str] = []  # set in the background only: other output is not ours to cut
 
 
 def open_log(path: str) -> None:
@@ -183,21 +203,20 @@ def open_log(path: str) -> None:
 
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 ONCE = ("host", "content-length", "content-type", "origin", "authorization", "expect", "upgrade",
-        "range",
-        "sec-websocket-key", "sec-websocket-version", "sec-fetch-site", "last-event-id")
+        "range", "sec-websocket-key", "sec-websocket-version", "sec-fetch-site", "last-event-id")
 
 
 class Request:
     """One request: its head, checked, and the body when it has been read."""
 
     def __init__(self, method: str, target: str, version: str, headers: Mapping[str, str],
-                 raw: bytes) -> None:
-        self.method, self.version, self.headers, self.raw = method, version, headers, raw
-        self.path, self.query = split_target(target)
+                 raw: bytes, address: str) -> None:
+        self.method, self.target, self.version = method, target, version
+        self.headers, self.raw, self.address = headers, raw, address
         self.length = content_length(headers)
         self.body = b""
-        self.address = ""
-        self.login = ""  # id of the login that the cookie proves
+        # From the gateway: the path, decoded once, and the id of the login that the cookie proves.
+        self.path, self.query, self.login = "", dict[str, str](), ""
 
     @property
     def upgrade(self) -> bool:
@@ -205,7 +224,8 @@ class Request:
 
     @property
     def keeps_alive(self) -> bool:
-        return self.version == "HTTP/1.1" and "close" not in self.headers.get("connection", "").lower()
+        wish = self.headers.get("connection", "").lower()
+        return self.version == "HTTP/1.1" and "close" not in wish
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
         """A number of the query. Raises WebError when it is none, or outside of its limits."""
@@ -219,8 +239,8 @@ class Request:
 
     def json(self) -> dict[str, Any]:
         """The body as a JSON object. Raises WebError."""
-        if self.headers.get("content-type",
-                            "").partition(";")[0].strip().lower() != "application/json":
+        type = self.headers.get("content-type", "").partition(";")[0]
+        if type.strip().lower() != "application/json":
             raise WebError("unsupported_type", "the body must be JSON",
                            "send Content-Type: application/json")
         try:
@@ -233,8 +253,11 @@ class Request:
         return data
 
 
-def parse_head(raw: bytes) -> Request:
-    """Read a request's head strictly: what two readers could understand differently is refused. Raises Malformed."""
+def parse_head(raw: bytes, address: str) -> Request:
+    """Read a request's head strictly: what could be understood in two ways is refused.
+
+    Raises Malformed.
+    """
     lines = raw.decode("latin-1").split("\r\n")
     if any(c in line for line in lines for c in "\r\n\0"):
         raise Malformed("bad_request", "a line of the head has a control character")
@@ -251,7 +274,7 @@ def parse_head(raw: bytes) -> Request:
     if "transfer-encoding" in headers:
         raise Malformed("not_implemented", "Transfer-Encoding is not supported",
                         "send Content-Length")
-    return Request(words[0], words[1], words[2], headers, raw)
+    return Request(words[0], words[1], words[2], headers, raw, address)
 
 
 def parse_headers(lines: Sequence[str]) -> dict[str, str]:
@@ -262,11 +285,14 @@ def parse_headers(lines: Sequence[str]) -> dict[str, str]:
     for line in lines:
         name, colon, value = line.partition(":")
         name, value = name.lower(), value.strip(" \t")
-        if not colon or not TOKEN.fullmatch(name) or any(c < " " and c != "\t" or c == "\x7f" for c in value):
+        control = any(c < " " and c != "\t" or c == "\x7f" for c in value)
+        if not colon or not TOKEN.fullmatch(name) or control:
             raise Malformed("bad_request", "a header is malformed")
         if name in headers and name in ONCE:
             raise Malformed("bad_request", f"the header {name} is there twice")
-        headers[name] = headers[name] + ("; " if name == "cookie" else ", ") + value if name in headers else value
+        if name in headers:
+            value = headers[name] + ("; " if name == "cookie" else ", ") + value
+        headers[name] = value
     return headers
 
 
@@ -278,20 +304,21 @@ def content_length(headers: Mapping[str, str]) -> int:
 
 
 def split_target(target: str) -> tuple[str, dict[str, str]]:
-    """Path, decoded once, and query. Raises Malformed for a path that others might read as another one."""
+    """Path, decoded once, and query. Raises Malformed where others might read another path."""
     path, _, query = target.partition("?")
-    ambiguous = Malformed("bad_request", "the path is not in its plain form")
-    if not path.startswith("/") or any(not "!" <= c <= "~" for c in target) or "#" in target:
-        raise ambiguous
     try:
         decoded = unquote_to_bytes(path).decode()
         pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=20)
+        ambiguous = (not path.startswith("/") or "//" in decoded or "#" in target
+                     or not all("!" <= c <= "~" for c in target)
+                     or any(c < " " or c in "%\\\x7f" for c in decoded)
+                     or decoded.count("/") != path.count("/")
+                     or bool({".", ".."} & set(decoded.split("/")))
+                     or len(dict(pairs)) < len(pairs))
     except ValueError:
-        raise ambiguous from None
-    if any(c < " " or c in "%\\\x7f" for c in decoded) or decoded.count("/") != path.count("/"):
-        raise ambiguous
-    if "//" in decoded or any(part in (".", "..") for part in decoded.split("/")) or len(dict(pairs)) < len(pairs):
-        raise ambiguous
+        ambiguous = True
+    if ambiguous:
+        raise Malformed("bad_request", "the path is not in its plain form")
     return decoded, dict(pairs)
 
 
@@ -318,7 +345,7 @@ class Wire:
         while not self.buffer:
             self.fill(deadline)
 
-    def head(self) -> bytes:
+    def read_head(self) -> bytes:
         """The head up to its empty line. Raises Malformed."""
         deadline = time.monotonic() + HEAD_SECONDS
         while self.buffer.startswith(b"\r\n"):  # RFC 9112, 2.2
@@ -335,7 +362,7 @@ class Wire:
         del self.buffer[: at + 4]
         return head
 
-    def body(self, length: int) -> bytes:
+    def read_body(self, length: int) -> bytes:
         """The body. Raises Malformed."""
         deadline = time.monotonic() + BODY_SECONDS
         while len(self.buffer) < length:
@@ -352,8 +379,8 @@ class Wire:
 # --- Answers ---
 
 CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
-       "font-src 'self'; connect-src 'self'; manifest-src 'self'; worker-src 'self'; base-uri 'none'; "
-       "form-action 'self'; frame-ancestors 'none'")
+       "font-src 'self'; connect-src 'self'; manifest-src 'self'; worker-src 'self'; "
+       "base-uri 'none'; form-action 'self'; frame-ancestors 'none'")
 # xterm.js writes style elements of its own and takes no nonce for them.
 CSP_OF_TERMINALS = CSP.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 COMMON = {
@@ -364,11 +391,9 @@ COMMON = {
 }
 TYPES = {
     "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "mjs": "text/javascript; charset=utf-8", "json": "application/json", "svg": "image/svg+xml",
-    "png": "image/png",
-    "ico": "image/x-icon", "woff2": "font/woff2", "wasm": "application/wasm",
-    "map": "application/json",
+    "js": "text/javascript; charset=utf-8", "mjs": "text/javascript; charset=utf-8",
+    "json": "application/json", "map": "application/json", "svg": "image/svg+xml",
+    "png": "image/png", "ico": "image/x-icon", "woff2": "font/woff2", "wasm": "application/wasm",
     "webmanifest": "application/manifest+json", "txt": "text/plain; charset=utf-8",
 }
 
@@ -376,8 +401,7 @@ TYPES = {
 class Answer:
     """A whole answer; `packed` says that the body is gzip already."""
 
-    def __init__(self, body: bytes = b"", type: str = "text/plain; charset=utf-8",
-                 status: int = 200,
+    def __init__(self, body: bytes = b"", type: str = TYPES["txt"], status: int = 200,
                  headers: Mapping[str, str] | None = None, packed: bool = False) -> None:
         self.body, self.type, self.status, self.packed = body, type, status, packed
         self.headers = {"Cache-Control": "no-store", **(headers or {})}
@@ -406,12 +430,13 @@ class Upgrade:
 
 def json_answer(data: object, status: int = 200,
                 headers: Mapping[str, str] | None = None) -> Answer:
-    body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
-    return Answer(body, TYPES["json"], status, headers)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return Answer(text.encode("utf-8", "replace") + b"\n", TYPES["json"], status, headers)
 
 
 def error_answer(error: WebError) -> Answer:
-    detail = {"code": error.code, "message": error.message} | ({"hint": error.hint} if error.hint else {})
+    detail = {"code": error.code, "message": error.message}
+    detail |= {"hint": error.hint} if error.hint else {}
     return json_answer({"error": detail}, STATUS[error.code], error.headers)
 
 
@@ -419,22 +444,20 @@ def serialize(answer: Answer, request: Request | None, keep: bool, bare: bool) -
     """Head and, unless it is to be bare, body; compressed where that helps and can be read."""
     body, headers = answer.body, dict(answer.headers)
     accepts = request is not None and "gzip" in request.headers.get("accept-encoding", "")
+    packs = len(body) > 1024 and answer.type.startswith(("text/", "application/json"))
     if answer.packed and not accepts:
         body = gzip.decompress(body)
-    elif accepts and not answer.packed and len(body) > 1024 and answer.type.startswith(("text/", "application/json")):
-        packer = zlib.compressobj(5, zlib.DEFLATED, 31)
-        body = packer.compress(body) + packer.flush()
-        headers["Content-Encoding"] = "gzip"
-    elif answer.packed:
+    elif accepts and packs and not answer.packed:
+        body = zlib.compress(body, 5, 31)
+    if accepts and (packs or answer.packed):
         headers["Content-Encoding"] = "gzip"
     headers |= {"Content-Type": answer.type, "Content-Length": str(len(body)),
-                "Vary": "Accept-Encoding",
-                "Connection": "keep-alive" if keep else "close"}
+                "Vary": "Accept-Encoding", "Connection": "keep-alive" if keep else "close"}
     return head_bytes(answer.status, headers) + (b"" if bare else body)
 
 
 def head_bytes(status: int, headers: Mapping[str, str]) -> bytes:
-    # the server's locale is never set
+    # strftime gives English names: this process never sets a locale.
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
     lines = [f"HTTP/1.1 {status} {PHRASES.get(status, '')}", f"Date: {date}"]
     lines += [f"{name}: {value}" for name, value in {**COMMON, **headers}.items()]
@@ -448,27 +471,17 @@ ANONYMOUS = ("/auth/login", "/auth/logout", "/auth/frontend/login.css", "/auth/f
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 
 
-def turned_away(request: Request) -> Answer:
-    """The answer to a request without a login."""
-    if is_plain_401(request.path):
+def anonymous_answer(path: str) -> Answer:
+    """What a request without a login gets where one is needed: a page the login, all else a 401."""
+    if f"{path}/".startswith(("/api/", "/auth/")):
         return Answer(b"Unauthorized\n", status=401)
     return Answer(status=302, headers={"Location": "/auth/login"})
 
 
-def is_plain_401(path: str) -> bool:
-    """Whether an anonymous request for the path gets a 401, and not the login page."""
-    return path in ("/api", "/auth") or path.startswith(("/api/", "/auth/"))
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, in lower case and without port and brackets; '' for nonsense."""
+def check_host(host: str, local: str, allowed: Sequence[str]) -> None:
+    """Refuse names that we are not known by (DNS rebinding); `local` is the address reached."""
     found = HOST.fullmatch(host)
-    return found[1].strip("[]").lower().removesuffix(".") if found else ""
-
-
-def check_host(request: Request, local: str, allowed: Sequence[str]) -> None:
-    """Refuse names that we are not known by (DNS rebinding); `local` is the address the client has reached."""
-    name = host_name(request.headers["host"])
+    name = found[1].strip("[]").lower().removesuffix(".") if found else ""
     loopback = is_loopback(local) and (name in ("localhost", OWN_NAME) or is_loopback(name))
     if not (name and (loopback or name == local or name in allowed)):
         raise Malformed("foreign_host", f"this service does not answer to the name {name[:100]!r}",
@@ -499,8 +512,9 @@ class Throttle:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.failures: dict[str, tuple[int, float]] = {}
-        self.level, self.when = 0.0, 0.0  # of all addresses; one a second is forgiven
-        # addresses that have logged in: not locked out by others
+        # Failures of all addresses together, of which one a second is forgiven, and when that was.
+        self.level, self.when = 0.0, 0.0
+        # Addresses that have logged in: failures of other addresses do not lock them out.
         self.trusted: dict[str, None] = {}
 
     def attempt(self, address: str, now: float) -> float:
@@ -510,7 +524,9 @@ class Throttle:
             if now - last > FORGIVEN_SECONDS:
                 count = 0
             self.level, self.when = max(0.0, self.level - (now - self.when)), now
-            own = min(2.0 ** min(count - FREE_FAILURES, 16), LONGEST_WAIT_SECONDS) if count >= FREE_FAILURES else 0.0
+            own = 0.0
+            if count >= FREE_FAILURES:
+                own = min(2.0 ** min(count - FREE_FAILURES, 16), LONGEST_WAIT_SECONDS)
             full = self.level >= TOTAL_FAILURES and address not in self.trusted
             wait = max(own - (now - last), self.level - TOTAL_FAILURES + 1 if full else 0.0)
             if wait > 0:
@@ -522,7 +538,8 @@ class Throttle:
                 self.failures.pop(next(iter(self.failures)))
             return 0
 
-    def succeeded(self, address: str) -> None:
+    def forgive(self, address: str) -> None:
+        """Take the attempt back that was counted: it was a login."""
         with self.lock:
             self.failures.pop(address, None)
             self.level = max(0.0, self.level - 1)
@@ -531,7 +548,7 @@ class Throttle:
                 self.trusted.pop(next(iter(self.trusted)))
 
 
-def network_of(address: str) -> str:
+def throttled_as(address: str) -> str:
     """What a login is throttled by: an IPv4 address, or the /64 of an IPv6 address."""
     with suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
@@ -541,22 +558,37 @@ def network_of(address: str) -> str:
 
 
 class Gateway:
-    """Who may pass: one account, and logins as signed cookies that end by time, logout or a new password.
+    """Who may pass: one account, with logins as signed cookies.
 
-    The key of the signature comes from a secret of the server's and the credentials. Ended logins are
-    kept until their time is over, so that a restart does not bring them back. A login that ends
-    takes its open connections with it.
+    A login ends by time, by logout or by a new password: the key of the signature comes from a
+    secret of the server's and the credentials. Ended logins are kept until their time is over, so
+    that a restart does not bring them back. A login that ends takes its open connections with it.
     """
 
-    def __init__(self, user: str, password: str, path: str, port: int, secure: bool) -> None:
+    def __init__(self, user: str, password: str, path: str, address: tuple[str, int],
+                 secure: bool, hosts: Sequence[str]) -> None:
         self.account = digest(user, password)
-        self.path, self.secure = path, secure
-        self.cookie = f"sandbox_{port}"  # cookies know no ports: two servers would share one
+        self.path, self.secure, self.hosts = path, secure, hosts
+        self.cookie = f"sandbox_{address[1]}"  # cookies know no ports: two servers would share one
         self.throttle = Throttle()
         self.lock = threading.Lock()
         self.held: dict[str, set[socket.socket]] = {}  # open streams and terminals, by login
         self.secret, self.ended = self.load()
         self.key = hmac.digest(self.secret, self.account, "sha256")
+
+    def admit(self, request: Request, local: str) -> Answer | None:
+        """The checks before the route: Host, path, login or allowlist, Origin.
+
+        Returns the answer to a request that needs a login and has none. Raises WebError for one
+        that may not go on; a client has reached us at the address `local`.
+        """
+        check_host(request.headers["host"], local, self.hosts)
+        request.path, request.query = split_target(request.target)
+        request.login = self.login_of(request.headers.get("cookie", ""))
+        if not request.login and request.path not in ANONYMOUS:
+            return anonymous_answer(request.path)
+        check_origin(request, self.secure)
+        return None
 
     def load(self) -> tuple[bytes, dict[str, float]]:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -567,7 +599,7 @@ class Gateway:
         secret = secrets.token_bytes(32)
         try:
             self.store(secret, {})
-        except SandboxError as error:  # then the logins of this process end with it
+        except SandboxError as error:  # a restart will end the logins
             log(f"the secret of logins could not be stored: {error.message}")
         return secret, {}
 
@@ -578,22 +610,19 @@ class Gateway:
     def sign(self, text: str) -> str:
         return hmac.digest(self.key, text.encode(), "sha256").hex()
 
-    def new_cookie(self) -> str:
-        text = f"{secrets.token_hex(16)}.{int(time.time()) + LOGIN_SECONDS}"
-        return self.set_cookie(f"{text}.{self.sign(text)}", LOGIN_SECONDS)
-
-    def set_cookie(self, value: str, seconds: int) -> str:
-        secure = "; Secure" if self.secure else ""
-        return f"{self.cookie}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age={seconds}{secure}"
+    def cookie_header(self, value: str, seconds: int) -> str:
+        text = f"{self.cookie}={value}; Path=/; HttpOnly; SameSite=Strict; Max-Age={seconds}"
+        return f"{text}; Secure" if self.secure else text
 
     def login_of(self, header: str) -> str:
         """The login that a Cookie header proves, as `<id>.<expiry>`, or ''."""
         for pair in header.split(";"):
             name, _, value = pair.strip().partition("=")
-            text, _, signature = value.rpartition(".")
-            if name != self.cookie or not hmac.compare_digest(self.sign(text).encode(), signature.encode()):
+            if name != self.cookie:
                 continue
-            if self.is_live(text):
+            text, _, signature = value.rpartition(".")
+            signed = hmac.compare_digest(self.sign(text).encode(), signature.encode())
+            if signed and self.is_live(text):
                 return text
         return ""
 
@@ -602,16 +631,17 @@ class Gateway:
         return float(expiry) > time.time() and id not in self.ended
 
     def log_in(self, user: str, password: str, address: str) -> str:
-        """The Set-Cookie of a new login. Raises WebError, after the same work for any wrong pair."""
-        where = network_of(address)
+        """The Set-Cookie of a new login. Raises WebError, after equal work for any wrong pair."""
+        where = throttled_as(address)
         wait = self.throttle.attempt(where, time.monotonic())
         if wait:
             raise WebError("too_many", f"too many failed logins; try again in {wait:.0f} seconds",
                            headers={"Retry-After": str(max(1, round(wait)))})
         if not hmac.compare_digest(digest(user, password), self.account):
             raise WebError("unauthorized", "wrong user name or password")
-        self.throttle.succeeded(where)
-        return self.new_cookie()
+        self.throttle.forgive(where)
+        text = f"{secrets.token_hex(16)}.{int(time.time()) + LOGIN_SECONDS}"
+        return self.cookie_header(f"{text}.{self.sign(text)}", LOGIN_SECONDS)
 
     def log_out(self, login: str) -> None:
         """End a login for good, and the connections that it has open.
@@ -710,15 +740,14 @@ class Server(ThreadingHTTPServer):
                 raise OSError("too many connections")
             super().process_request(request, client_address)
         except (OSError, RuntimeError):  # no thread could be started
-            self.left()
+            self.count_out()
             self.shutdown_request(request)
 
     def next_to_go(self) -> Handler | None:
         """The connection that makes room, taken out of the lists."""
         known = {member.network for member in self.members}
-        strangers = (handler for handler in self.anonymous if handler.network not in known)
-        chosen = next((first for group in (strangers, iter(self.anonymous), iter(self.idle))
-                       if (first := next(group, None))), None)
+        strangers = [handler for handler in self.anonymous if handler.network not in known]
+        chosen = next(iter([*strangers, *self.anonymous, *self.idle]), None)
         if chosen:
             self.forget(chosen)
         return chosen
@@ -738,8 +767,8 @@ class Server(ThreadingHTTPServer):
         for group in (self.anonymous, self.idle, self.members):
             group.pop(handler, None)
 
-    def left(self, handler: Handler | None = None) -> None:
-        """A connection is gone."""
+    def count_out(self, handler: Handler | None = None) -> None:
+        """Make the room of a connection that is gone free."""
         with self.room:
             self.count -= 1
             if handler:
@@ -752,7 +781,7 @@ class Server(ThreadingHTTPServer):
         self.most = max(self.most, self.count)
         if self.most - self.count > CONNECTIONS_TRIMMED:
             self.most = self.count
-            give_memory_back()
+            call_libc("malloc_trim", 0)  # else glibc keeps what is free between used blocks
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -767,7 +796,7 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         self.handed_over = False
         self.login = self.held = ""  # of the last request; of what is open now
-        self.network = network_of(str(self.client_address[0]))
+        self.network = throttled_as(str(self.client_address[0]))
         self.connection = socket.socket(fileno=self.request.detach())
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -783,7 +812,7 @@ class Handler(BaseHTTPRequestHandler):
         """The connection has ended, here or in a terminal."""
         if self.held:
             self.server.app.gateway.release(self.held, self.connection)
-        self.server.left(self)
+        self.server.count_out(self)
 
     def hold(self, login: str) -> None:
         """Let the connection end with its login."""
@@ -800,22 +829,22 @@ class Handler(BaseHTTPRequestHandler):
                                                   do_handshake_on_connect=False)
                 self.connection.do_handshake()
             self.wire = Wire(self.connection)
-            while self.one_request():
+            while self.serve_request():
                 pass
 
-    def one_request(self) -> bool:
+    def serve_request(self) -> bool:
         """Read a request and answer it; whether the connection stays."""
         self.server.place(self, bool(self.login), waits=True)
         self.wire.wait()
         self.request_now: Request | None = None
-        self.unread, began = True, time.monotonic()
-        answer = self.answer_of_next()
+        self.unread, began = False, time.monotonic()
+        answer = self.answer_next()
         request = self.request_now
         if isinstance(answer, Answer):
             keep = request is not None and request.keeps_alive and not self.unread
             self.connection.settimeout(WRITE_SECONDS)
             self.connection.sendall(serialize(answer, request, keep, self.bare))
-            self.log_line(answer.status, began)
+            self.log_answer(answer.status, began)
             if self.unread:
                 self.linger()
             return keep
@@ -823,35 +852,35 @@ class Handler(BaseHTTPRequestHandler):
         self.hold(request.login)
         if isinstance(answer, Stream):
             try:
-                self.stream(answer, began)
+                self.send_stream(answer, began)
             finally:
                 answer.close()
         else:
-            self.log_line(101, began)
+            self.log_answer(101, began)
             answer.attach(self.connection, bytes(self.wire.buffer), self.leave)
             self.handed_over = True
         return False
 
-    def stream(self, answer: Stream, began: float) -> None:
-        self.log_line(200, began)
+    def send_stream(self, answer: Stream, began: float) -> None:
+        self.log_answer(200, began)
         self.connection.settimeout(WRITE_SECONDS)
         headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
         self.connection.sendall(head_bytes(200, headers))
         if not self.bare:
             answer.run(self.connection)
 
-    def answer_of_next(self) -> Answer | Stream | Upgrade:
+    def answer_next(self) -> Answer | Stream | Upgrade:
         """Read and route one request; every exception becomes an answer."""
         head = b""
         try:
-            head = self.wire.head()
-            self.request_now = request = parse_head(head)
-            request.address = str(self.client_address[0])
-            check_host(request, self.local, self.server.app.hosts)
-            cookie = request.headers.get("cookie", "")
-            self.login = request.login = self.server.app.gateway.login_of(cookie)
+            head = self.wire.read_head()
+            self.request_now = request = parse_head(head, str(self.client_address[0]))
+            self.unread = request.length > 0
+            app = self.server.app
+            refused = app.gateway.admit(request, self.local)
+            self.login = request.login
             self.server.place(self, bool(self.login))
-            return self.server.app.answer(request, self.read_body)
+            return refused or app.answer(request, self.read_body)
         except (TimeoutError, EOFError, ConnectionError):
             raise
         except Exception as error:
@@ -859,7 +888,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.unread = True
             return error_answer(as_web_error(error))
         finally:
-            # An answer to it has no body, be it one to a head that could not be read.
+            # HEAD gets no body, not even with the error for a head that could not be read.
             self.bare = (head or self.wire.buffer).startswith(b"HEAD ")
 
     def read_body(self, limit: int) -> bytes:
@@ -873,22 +902,25 @@ class Handler(BaseHTTPRequestHandler):
             raise Malformed("expectation_failed", "the header Expect may be 100-continue only")
         if expected and request.length > len(self.wire.buffer):
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = self.wire.body(request.length)
+        body = self.wire.read_body(request.length)
         self.unread = False
         return body
 
     def linger(self) -> None:
-        """Let the client read our answer before the rest of what it sends is answered with a reset."""
+        """Let the client read our answer before it gets a reset for the rest of what it sends."""
         self.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + 1
         for _ in range(64):
             self.wire.buffer.clear()
             self.wire.fill(deadline)
 
-    def log_line(self, status: int, began: float) -> None:
+    def log_answer(self, status: int, began: float) -> None:
         request = self.request_now
-        what = f"{request.method} {request.path}" if request else "-"
-        log(f"{self.client_address[0]} {ascii(what)[1:-1]} {status} {(time.monotonic() - began) * 1000:.1f}ms")
+        what = "-"
+        if request:  # without its path it was refused before that was read
+            what = f"{request.method} {request.path or request.target.partition('?')[0]}"
+        took = (time.monotonic() - began) * 1000
+        log(f"{self.client_address[0]} {ascii(what)[1:-1]} {status} {took:.1f}ms")
 
 
 # --- Pages ---
@@ -913,7 +945,7 @@ def asset_names() -> list[str]:
 
 @lru_cache
 def asset_version() -> str:
-    """A hash of everything that pages load: it is part of their addresses, so that those can be cached for ever."""
+    """A hash of all that pages load. It is part of its addresses: they can be cached for ever."""
     whole = hashlib.sha256()
     for name in asset_names():
         whole.update(f"{name}\0".encode() + hashlib.sha256(sandbox.asset(name)).digest())
@@ -922,14 +954,11 @@ def asset_version() -> str:
 
 @lru_cache(maxsize=128)
 def packed_asset(name: str) -> tuple[bytes, str, bool]:
-    """Body, content type, and whether the body is gzip. Raises WebError when there is no such asset."""
-    type = TYPES.get(name.rpartition(".")[2])
+    """Body, content type, and whether the body is gzip. Raises WebError for no such asset."""
     try:
-        body = sandbox.asset(name) if type else None
-    except SandboxError:
-        body = None
-    if body is None or type is None:
-        raise WebError("not_found", "there is no such file")
+        type, body = TYPES[name.rpartition(".")[2]], sandbox.asset(name)
+    except (KeyError, SandboxError):
+        raise WebError("not_found", "there is no such file") from None
     if name == "auth/login.css":  # the one sheet that may be had before the login
         body = sandbox.asset("ui/tokens.css") + body
     if name.endswith(".html"):
@@ -938,24 +967,14 @@ def packed_asset(name: str) -> tuple[bytes, str, bool]:
     return (packed, type, True) if len(packed) < len(body) * 0.9 else (body, type, False)
 
 
-def static_file(name: str) -> Callable[[App, Request, Params], Answer]:
-    """A route to one file, not cached."""
-    headers = {"Content-Security-Policy": CSP_OF_TERMINALS} if name == "ui/index.html" else {}
-
-    def get(_app: App, _request: Request, _params: Params) -> Answer:
-        body, type, packed = packed_asset(name)
-        return Answer(body, type, headers=headers, packed=packed)
-
-    return get
-
-
-def get_asset(folder: str) -> Callable[[App, Request, Params], Answer]:
-    """A route to the files of a folder, at an address with their hash."""
+def asset_route(name: str) -> Callable[[App, Request, Params], Answer]:
+    """A route to one file, or to those of a folder (`ui/`) at an address with their hash."""
     def get(_app: App, _request: Request, params: Params) -> Answer:
-        body, type, packed = packed_asset(f"{folder}/{params['file']}")
-        current = params["version"] == asset_version()
-        cache = "private, max-age=31536000, immutable" if current else "no-store"
-        return Answer(body, type, headers={"Cache-Control": cache}, packed=packed)
+        body, type, packed = packed_asset(name + params.get("file", ""))
+        headers = {"Content-Security-Policy": CSP_OF_TERMINALS} if name == "ui/index.html" else {}
+        if params.get("version") == asset_version():
+            headers["Cache-Control"] = "private, max-age=31536000, immutable"
+        return Answer(body, type, headers=headers, packed=packed)
 
     return get
 
@@ -969,7 +988,7 @@ def post_login(app: App, request: Request, _params: Params) -> Answer:
 
 
 def post_logout(app: App, request: Request, _params: Params) -> Answer:
-    gone = {"Set-Cookie": app.gateway.set_cookie("", 0)}
+    gone = {"Set-Cookie": app.gateway.cookie_header("", 0)}
     try:
         if request.login:
             app.gateway.log_out(request.login)
@@ -981,7 +1000,10 @@ def post_logout(app: App, request: Request, _params: Params) -> Answer:
 
 
 def fields(data: Mapping[str, Any], **types: type) -> dict[str, Any]:
-    """The fields that are there, null left out. Raises WebError for an unknown one or a wrong type."""
+    """The fields that are there, null left out.
+
+    Raises WebError for an unknown one or a wrong type.
+    """
     for name, value in data.items():
         if name not in types:
             raise WebError("bad_request", f"unknown field {name!r}{sandbox.nearest(name, types)}",
@@ -997,7 +1019,7 @@ def fields(data: Mapping[str, Any], **types: type) -> dict[str, Any]:
 
 @contextmanager
 def as_request_error() -> Iterator[None]:
-    """A check that fails here is the client's mistake, whatever status the command line has for it."""
+    """Have a check that fails be the client's mistake, whatever the command line makes of it."""
     try:
         yield
     except SandboxError as error:
@@ -1014,13 +1036,14 @@ class Sessions:
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
         self.failed: tuple[float, WebError] | None = None  # when the last call failed, and how
 
-    def changed(self) -> None:
+    def expire(self) -> None:
+        """Have the next list be a new one: something has changed."""
         self.changes += 1
 
     def list(self) -> list[dict[str, str]]:
         asked = time.monotonic()
         with self.lock:
-            if self.failed and self.failed[0] > asked:  # while this one waited: it would fail, too
+            if self.failed and self.failed[0] > asked:  # a call failed while this one waited
                 raise self.failed[1].again()
             changes, when = self.known
             if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
@@ -1040,18 +1063,12 @@ def base_config() -> Config:
 
 def find(name: str) -> tuple[Engine, Session]:
     """The session of a name. Raises WebError when there is none."""
-    try:
-        sandbox.a_name(name)
+    with suppress(ValueError):
+        name = sandbox.a_name(name)
         engine, session = sandbox.find_session(sandbox.candidates(base_config()), name)
-    except ValueError:
-        session = None
-    except SandboxError as error:
-        if error.message.endswith("is not a sandbox session"):
-            raise WebError("not_found", error.message) from None
-        raise
-    if session is None:
-        raise WebError("not_found", f"there is no session {name!r}")
-    return engine, session
+        if session:
+            return engine, session
+    raise WebError("not_found", f"there is no session {name!r}")
 
 
 def find_running(name: str) -> tuple[Engine, Session]:
@@ -1078,7 +1095,7 @@ def agents_prompt(agent: str) -> str:
 def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
     """Whether a session of the list can be prompted: its template has the placeholder."""
     settings: Mapping[str, Any] = {}
-    with suppress(SandboxError):  # which its own page shows
+    with suppress(SandboxError):  # the session's own page shows the error
         settings = read_settings(row["name"])
     profile = data.get("runs", {}).get(row["profile"])
     configured = {**data,
@@ -1089,8 +1106,8 @@ def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
 def recreate_lines(session: Session, config: Config) -> list[str]:
     """In what the container differs from its configuration: what needs a new container."""
     have, _ = session.created()
-    want = sandbox.spec_of(config) | {key: have.get(key) for key in ("directory", "workdir", "sources")}
-    return sandbox.differences(have, want)
+    given = {key: have.get(key) for key in ("directory", "workdir", "sources")}
+    return sandbox.differences(have, sandbox.spec_of(config) | given)
 
 
 def workdir(session: Session) -> str:
@@ -1156,12 +1173,10 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
         raise WebError("bad_request", f"directory: {directory} is not a directory on the host")
     name = config.get("containerName") or sandbox.generated_name(directory)
     engines = sandbox.candidates(config)
-    with CREATION_LOCK:  # of two that want one name the second gets the message
+    with CREATION_LOCK:  # of two clients that want one name the second gets the message
         try:
             taken = sandbox.find_session(engines, name)[1]
-        except EngineProblem:
-            raise
-        except SandboxError as error:
+        except sandbox.NotASession as error:
             raise WebError("conflict", error.message, "choose another name") from None
         if taken:
             raise WebError("conflict", f"there is a session {name} already", "choose another name")
@@ -1173,25 +1188,33 @@ CREATION_LOCK = threading.Lock()
 
 def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags: Layer,
            settings: dict[str, Any]) -> Answer:
-    """Create the container and its settings, and run the autostart script."""
+    """Create the container and its settings."""
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
-    sandbox.forget_files(name)  # of one that was removed by other hands
+    sandbox.forget_files(name)  # left of a session that was removed behind our back
     write_settings(name, settings)
     try:
         engine, session = sandbox.create_session(engines, name, config, flags, spec)
     except BaseException:
         sandbox.forget_files(name)
         raise
-    app.sessions.changed()
-    autostart(engine, session)
-    return json_answer(session_data(session, engine), 201)
+    return finish_start(app, engine, session, 201)
+
+
+def finish_start(app: App, engine: Engine, session: Session, status: int = 200) -> Answer:
+    """Do what follows every start of a container: a new list, the autostart script, the answer."""
+    app.sessions.expire()
+    start_autostart(engine, session)
+    return json_answer(session_data(session, engine), status)
 
 
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
-    """Put a new container from what is configured now in the place of the old one; settings and jobs stay."""
+    """Put a new container from what is configured now in the place of the old one.
+
+    Its settings and jobs stay.
+    """
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
@@ -1199,7 +1222,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
-        # a link may have been turned to an engine's socket
+        # A link in a path may lead to an engine's socket by now.
         if spec["sources"] != have.get("sources"):
             sandbox.check_mounts(spec)
     if not sandbox.Image(engine, config.image).id:  # before anything goes
@@ -1209,9 +1232,8 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
         flags = Layer({**kept, **place}, "created")
         session = sandbox.recreate_session(engine, session, config, flags, spec)
     finally:
-        app.sessions.changed()
-    autostart(engine, session)
-    return json_answer(session_data(session, engine))
+        app.sessions.expire()
+    return finish_start(app, engine, session)
 
 
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
@@ -1222,9 +1244,10 @@ def get_session(_app: App, _request: Request, params: Params) -> Answer:
 def delete_session(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     sandbox.remove_session(engine, session)
-    for folder in [folder for folder in list(ENDED_JOBS) if folder.startswith(job_folder(session.name) + "/")]:
-        ENDED_JOBS.pop(folder, None)
-    app.sessions.changed()
+    for folder in list(ENDED_JOBS):
+        if folder.startswith(job_folder(session.name) + "/"):
+            ENDED_JOBS.pop(folder, None)
+    app.sessions.expire()
     app.terminals.close_all(session.name)
     return json_answer({"ok": True})
 
@@ -1232,23 +1255,21 @@ def delete_session(app: App, _request: Request, params: Params) -> Answer:
 def post_start(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     session.created()  # raises where its labels are not whole
-    was_running = session.state == "running"
+    if session.state == "running":
+        return json_answer(session_data(session, engine))
     sandbox.start_session(engine, session)
-    app.sessions.changed()
-    if not was_running:
-        autostart(engine, session)
-    return json_answer(session_data(session, engine))
+    return finish_start(app, engine, session)
 
 
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     sandbox.stop_session(engine, session)
-    app.sessions.changed()
+    app.sessions.expire()
     return json_answer(session_data(session, engine))
 
 
 def settings_answer(session: Session) -> Answer:
-    """The settings, what is in force, what would be without them, and what needs a new container."""
+    """The settings, what is in force, what would be without them, what needs a new container."""
     settings = read_settings(session.name)
     config, without = session_config(session, settings), session_config(session, {})
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
@@ -1284,10 +1305,13 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
 
 
 def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Old settings with the changes, checked as the command line checks them. Raises SandboxError or WebError."""
+    """Old settings with the changes, checked as the command line checks them.
+
+    Raises SandboxError or WebError.
+    """
     fields(changes, **dict.fromkeys(SETTINGS, object))
     given = {key: value for key, value in changes.items() if value is not None}
-    # no AGENT mode, not the default
+    # An empty template means no AGENT mode, where null would mean the default.
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
     values = {key: value for key, value in given.items() if key not in none}
     checked = Layer(values, "check", code=2).values
@@ -1295,9 +1319,6 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
 
 
 # --- Network ---
-
-SHOWN_DECISIONS = 500
-
 
 def find_allowlist(name: str) -> tuple[Engine, Session]:
     """A session whose network is an allowlist. Raises WebError for another."""
@@ -1353,7 +1374,7 @@ def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
-                rest = rest if len(rest) < CHUNK_BYTES else b""  # no decision is as long
+                rest = rest if len(rest) < CHUNK_BYTES else b""  # no decision is that long
                 decisions = filter(None, map(sandbox.decision_of, lines))
                 sock.sendall(b"".join(event_bytes("decision", decision) for decision in decisions))
                 quiet = time.monotonic()
@@ -1417,12 +1438,13 @@ def job_folder(session: str, job: str = "") -> str:
 
 
 def iso(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}Z"
+    text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{text}.{int(seconds * 1000) % 1000:03d}Z"
 
 
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run a shell command line in a session under a supervisor of its own; the job as clients see it."""
+    """Run a shell command line in a session, under a supervisor; the job as clients see it."""
     env = sandbox.exec_env(session_config(session), workdir(session)) | dict(extra_env or {})
     with as_request_error():
         script = sandbox.env_script(env)
@@ -1473,9 +1495,10 @@ def start_supervisor(args: Sequence[str], script: str) -> None:
         raise WebError("internal", "the supervisor of the job could not be started")
 
 
-def autostart(engine: Engine, session: Session) -> None:
-    """Start the session's autostart script as a job. Raises WebError when the container runs without it.
+def start_autostart(engine: Engine, session: Session) -> None:
+    """Start the session's autostart script as a job.
 
+    Raises WebError when the container runs without it.
     Where this is not reached, the session's next command starts it: see sandbox.EXEC_SCRIPT.
     """
     try:
@@ -1488,7 +1511,7 @@ def autostart(engine: Engine, session: Session) -> None:
                        cause.hint) from None
 
 
-ENDED_JOBS: dict[str, dict[str, Any]] = {}  # what is over does not change
+ENDED_JOBS: dict[str, dict[str, Any]] = {}  # by folder; an ended job does not change
 
 
 def read_job(session: str, id: str) -> dict[str, Any]:
@@ -1503,8 +1526,9 @@ def read_job(session: str, id: str) -> dict[str, Any]:
         size = os.stat(f"{folder}/output").st_size
     except (OSError, ValueError):
         raise WebError("not_found", f"there is no job {id!r}") from None
-    cancelled = os.path.exists(f"{folder}/cancel")
-    state = "running" if alive and not status else "lost" if not status else "cancelled" if cancelled else "ended"
+    state = "running" if alive else "lost"
+    if status:
+        state = "cancelled" if os.path.exists(f"{folder}/cancel") else "ended"
     job |= {"id": id, "session": session, "state": state, "size": size,
             **{key: status.get(key) for key in STATUS_TYPES}}
     if state == "lost":
@@ -1580,8 +1604,13 @@ def job_of(params: Params) -> dict[str, Any]:
     """The job that a path names. Raises WebError."""
     if not sandbox.is_plain(params["job"], "-"):
         raise WebError("not_found", "there is no such job")
+    return read_job(session_name(params), params["job"])
+
+
+def session_name(params: Params) -> str:
+    """The name in a path, of a session that may be gone. Raises WebError for what is no name."""
     with suppress(ValueError):
-        return read_job(sandbox.a_name(params["session"]), params["job"])
+        return str(sandbox.a_name(params["session"]))
     raise WebError("not_found", "there is no such session")
 
 
@@ -1591,7 +1620,7 @@ class Follower:
     def __init__(self, folder: str, offset: int) -> None:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
-        # the last runs before it, by stream
+        # The last runs before the one at hand, by stream.
         self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))
         self.unparsed = b""
         try:
@@ -1609,8 +1638,8 @@ class Follower:
         os.close(self.runs)
 
     def next(self) -> tuple[int, bytes] | None:
-        """The next piece as (stream, bytes); None when there is nothing (more, if the job is over)."""
-        # before the runs: what is below this size has its runs written
+        """The next piece as (stream, bytes); None when there is nothing yet, or no more."""
+        # Ask for the size before reading runs: what is below it has its runs written.
         size = os.fstat(self.output).st_size
         if self.position >= size:
             return None
@@ -1629,7 +1658,7 @@ class Follower:
             self.unparsed = self.unparsed[varint(self.unparsed)[1] :]
 
     def before(self, stream: int) -> bytes:
-        """The last bytes of a stream before the position: those that a character may have begun with."""
+        """The last bytes of a stream before the position: a character may have begun in them."""
         self.to_run()
         here = [(self.start, self.position)] if stream == self.stream else []
         spans = [(max(start, end - 3), end) for start, end in [*self.passed[stream], *here]]
@@ -1644,7 +1673,7 @@ class Follower:
 
 
 def varint(data: bytes) -> tuple[int, int]:
-    """The number at the beginning (LEB128) and how many bytes it takes; 0 bytes when it is incomplete."""
+    """The number at the beginning (LEB128) and how many bytes it takes; 0 bytes: not whole."""
     value = 0
     for index, byte in enumerate(data[:10]):
         value |= (byte & 127) << 7 * index
@@ -1678,8 +1707,8 @@ def job_now(job: dict[str, Any]) -> dict[str, Any]:
 def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
                stopping: Callable[[], bool]) -> None:
     """Send a job's output as server-sent events, until the job has ended or the client has gone."""
-    # One per stream: the other stream's output may come between the bytes of a character, and an
-    # offset, too.
+    # One decoder for each stream: output of the other may come between the bytes of a character.
+    # An offset may lie between them as well.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
     for stream, decoder in enumerate(decoders):
         decoder.decode(follower.before(stream))
@@ -1704,7 +1733,7 @@ def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
             events.append(b": still here\n\n")
         if events:
             sent = b"".join(events)
-            events.clear()  # a reader that takes nothing is to cost little
+            events.clear()  # a reader may take long: hold the bytes once and not twice
             sock.sendall(sent)
             quiet = time.monotonic()
         if poller.poll(0 if size >= CHUNK_BYTES else POLL_SECONDS * 1000) and not sock.recv(4096):
@@ -1743,7 +1772,10 @@ def post_prompt(app: App, request: Request, params: Params) -> Answer:
 
 
 def insert_prompt(template: str) -> str:
-    """The template with {prompt} as one shell word, by way of a variable: no character of a prompt is shell syntax."""
+    """The template with {prompt} as one shell word.
+
+    The word is a variable, so that no character of a prompt is shell syntax.
+    """
     words = {"": '"$SANDBOX_PROMPT"', '"': "${SANDBOX_PROMPT}", "'": "'\"$SANDBOX_PROMPT\"'"}
     quoted, at, result = "", 0, ""
     while at < len(template):
@@ -1758,11 +1790,8 @@ def insert_prompt(template: str) -> str:
 
 
 def get_jobs(_app: App, request: Request, params: Params) -> Answer:
-    try:
-        return json_answer(list_jobs(sandbox.a_name(params["session"]),
-                                     request.number("limit", 50, 1, KEPT_JOBS)))
-    except ValueError:
-        raise WebError("not_found", "there is no such session") from None
+    limit = request.number("limit", 50, 1, KEPT_JOBS)
+    return json_answer(list_jobs(session_name(params), limit))
 
 
 def get_job(_app: App, _request: Request, params: Params) -> Answer:
@@ -1799,7 +1828,7 @@ def get_output(_app: App, request: Request, params: Params) -> Stream:
 
 
 def delete_job(app: App, _request: Request, params: Params) -> Answer:
-    """Cancel: interrupt, then terminate, then kill what the job has started inside the container."""
+    """Cancel: interrupt, then terminate, then kill what the job has started in the container."""
     job = job_of(params)
     if job["state"] != "running":
         raise WebError("conflict", f"the job is not running: it has {job['state']}")
@@ -1810,7 +1839,7 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
     except (OSError, ValueError, KeyError, TypeError):
         raise WebError("not_found", "the job's files are not there any more") from None
     first = not os.path.exists(f"{folder}/cancel")
-    # a full disk must not keep what fills it alive
+    # On a full disk there may be no such file, and the job that fills it has to end all the same.
     with suppress(OSError), open(f"{folder}/cancel", "w"):
         pass
     threading.Thread(target=cancel, args=(engine, session, folder, tag, first), daemon=True).start()
@@ -1818,7 +1847,7 @@ def delete_job(app: App, _request: Request, params: Params) -> Answer:
 
 
 def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool) -> None:
-    """Interrupt and see whether the job ends; where it does not, or was asked a second time, terminate and kill."""
+    """Interrupt, and where the job does not end or was asked before, terminate and kill."""
     if gently:
         sandbox.signal_tagged(engine, session, tag, "INT", 0)
         deadline = time.monotonic() + 3
@@ -1834,7 +1863,8 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
 class Ring:
     """The last RING_BYTES of an output; `start` and `end` count from its first byte.
 
-    A mapping of its own: it takes what has been printed, page by page, and all of it goes back when it ends.
+    A mapping of its own: it grows page by page with what is printed, and all of it goes back to the
+    system when the terminal ends.
     """
 
     def __init__(self) -> None:
@@ -1859,14 +1889,15 @@ class Ring:
 
 
 class Viewer:
-    """A WebSocket that shows a terminal; `sent` and `acked` are positions in the terminal's output."""
+    """A WebSocket that shows a terminal; `sent` and `acked` are positions in its output."""
 
-    def __init__(self, sock: socket.socket, protocol: ServerProtocol, left: Callable[[], None],
-                 wants: bool) -> None:
-        self.sock, self.protocol, self.left, self.wants_to_write = sock, protocol, left, wants
+    def __init__(self, sock: socket.socket, protocol: ServerProtocol, leave: Callable[[], None],
+                 wants_to_write: bool, position: int) -> None:
+        self.sock, self.protocol, self.leave = sock, protocol, leave
+        self.wants_to_write = wants_to_write
         self.pending = b""
         self.text: bytearray | None = None  # a text message that is not complete
-        self.sent = self.acked = 0
+        self.sent = self.acked = position
         self.progress = self.seen = self.pinged = time.monotonic()
         self.gone = False
 
@@ -1921,7 +1952,7 @@ def is_tls_wait(error: OSError) -> bool:
 
 
 class Terminal:
-    """A PTY with an engine's client on it, and the thread that pumps it: one poll over PTY and all viewers."""
+    """A PTY with an engine's client on it, pumped by one thread: one poll over PTY and viewers."""
 
     def __init__(self, app: App, engine: Engine, session: Session, run: str,
                  size: tuple[int, int]) -> None:
@@ -1933,13 +1964,11 @@ class Terminal:
         self.arriving: deque[Viewer] = deque()
         self.status: int | None = None
         self.ended = self.closing = False
-        # when somebody has seen the end, or nobody has for too long: the thread may go
-        self.end_seen = 0.0
+        self.end_seen = 0.0  # when a viewer was last told of the end
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self.wake_write, False)
         self.master = -1
-        self.start()
 
     def start(self) -> None:
         """Start the engine's client on a new PTY, without a line discipline of ours in between."""
@@ -1952,8 +1981,7 @@ class Terminal:
         if self.run == "agent":
             command = sandbox.AGENTS[self.session.agent].yolo
         argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.tag,
-                                 command, stdin=True,
-                                 size=self.size)
+                                 command, stdin=True, size=self.size)
         environ = {**os.environ, "TERM": "xterm-256color", "SANDBOX_ENV": sandbox.env_script(env)}
         self.master, slave = os.openpty()
         try:
@@ -1972,10 +2000,9 @@ class Terminal:
 
     def data(self) -> dict[str, Any]:
         return {"id": self.id, "session": self.session.name, "run": self.run,
-                "started": iso(self.started),
-                "rows": self.size[0], "cols": self.size[1], "viewers": len(self.viewers),
-                "ended": self.ended,
-                "exit": self.status, "seq": self.ring.end}
+                "started": iso(self.started), "rows": self.size[0], "cols": self.size[1],
+                "viewers": len(self.viewers), "ended": self.ended, "exit": self.status,
+                "seq": self.ring.end}
 
     def resize(self, rows: int, cols: int) -> None:
         self.size = (rows, cols)
@@ -2005,14 +2032,14 @@ class Terminal:
 
     def pump(self) -> None:
         try:
-            while not self.done():
+            while not self.is_done():
                 self.step()
         except Exception:
             log(traceback.format_exc().rstrip())
         finally:
             self.finish()
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         if not self.ended:
             return False
         over = self.closing or self.end_seen and not self.viewers or self.app.stopping
@@ -2022,7 +2049,10 @@ class Terminal:
         self.set_masks()
         for fd, happened in self.poller.poll(self.timeout() * 1000):
             if fd == self.master:
-                self.serve_master(happened)
+                if happened & select.POLLOUT and self.input:
+                    self.write_input()
+                if happened & ~select.POLLOUT:
+                    self.read_output()
             elif fd == self.wake_read:
                 with suppress(OSError):
                     os.read(fd, 4096)
@@ -2033,15 +2063,20 @@ class Terminal:
         self.look_after_viewers()
 
     def set_masks(self) -> None:
-        """Register what is to be waited for; a PTY that is not to be read is not, lest its hang-up spins the loop."""
+        """Register what is to be waited for.
+
+        A PTY that is not to be read is not registered: its hang-up would make the loop spin.
+        """
         masks = {self.wake_read: select.POLLIN}
         if not self.ended:
-            masks[self.master] = (select.POLLIN if self.may_read() else 0) | (select.POLLOUT if self.input else 0)
+            mask = select.POLLIN if self.may_read() else 0
+            mask |= select.POLLOUT if self.input else 0
+            if mask:
+                masks[self.master] = mask
         for viewer in self.viewers:
             full = viewer is self.writer and len(self.input) > CHUNK_BYTES
-            masks[viewer.fd] = (0 if full else select.POLLIN) | (select.POLLOUT if viewer.pending else 0)
-        if not masks.get(self.master):
-            masks.pop(self.master, None)
+            mask = 0 if full else select.POLLIN
+            masks[viewer.fd] = mask | (select.POLLOUT if viewer.pending else 0)
         for fd in self.masks.keys() - masks.keys():
             self.poller.unregister(fd)
         self.masks = masks
@@ -2049,24 +2084,16 @@ class Terminal:
             self.poller.register(fd, mask)
 
     def may_read(self) -> bool:
-        """Whether the program may go on: the writer has taken all there was, or nothing for a long time."""
+        """Whether the program may go on: the writer has taken all, or nothing for a long time."""
         writer = self.writer
-        return writer is None or writer.sent >= self.ring.end or self.is_stalled(writer)
-
-    def is_stalled(self, viewer: Viewer) -> bool:
-        return time.monotonic() - viewer.progress > STALL_SECONDS
+        return (writer is None or writer.sent >= self.ring.end
+                or time.monotonic() - writer.progress > STALL_SECONDS)
 
     def timeout(self) -> float:
         """Seconds until something may have to be done without an event."""
         if self.ended:
             return 1.0 if self.viewers else 60.0
         return float(PING_SECONDS if self.may_read() else 1)
-
-    def serve_master(self, happened: int) -> None:
-        if happened & select.POLLOUT and self.input:
-            self.write_input()
-        if happened & (select.POLLIN | select.POLLHUP | select.POLLERR):
-            self.read_output()
 
     def read_output(self) -> None:
         """Read until there is nothing more for now, and send it as one frame."""
@@ -2094,7 +2121,7 @@ class Terminal:
         self.status = sandbox.wait_for(self.pid)
         self.ended, self.end_time = True, time.monotonic()
         self.input.clear()
-        self.app.terminals.changed()
+        self.app.terminals.write_down()
 
     def write_input(self) -> None:
         try:
@@ -2108,17 +2135,17 @@ class Terminal:
 
     def welcome(self, viewer: Viewer) -> None:
         """Begin to serve a viewer: where it was, or at the oldest byte that is left."""
-        wanted = viewer.sent
-        viewer.sent = viewer.acked = wanted if self.ring.start <= wanted <= self.ring.end else self.ring.start
+        resumed = self.ring.start <= viewer.sent <= self.ring.end
+        if not resumed:
+            viewer.sent = viewer.acked = self.ring.start
         self.viewers.append(viewer)
         if viewer.wants_to_write:
             self.writer = viewer
         viewer.control(type="hello", id=self.id, session=self.session.name, run=self.run,
-                       seq=viewer.sent,
-                       start=self.ring.start, end=self.ring.end, resumed=viewer.sent == wanted,
+                       seq=viewer.sent, start=self.ring.start, end=self.ring.end, resumed=resumed,
                        window=WINDOW_BYTES, rows=self.size[0], cols=self.size[1])
         self.tell_roles()
-        self.take_events(viewer)
+        self.take(viewer, viewer.protocol.events_received())
         self.flush(viewer)
 
     def tell_roles(self) -> None:
@@ -2127,13 +2154,9 @@ class Terminal:
 
     def serve_viewer(self, viewer: Viewer, happened: int) -> None:
         if happened & ~select.POLLOUT:
-            events = viewer.receive()
-            self.take(viewer, events)
+            self.take(viewer, viewer.receive())
         viewer.push()
         self.flush(viewer)
-
-    def take_events(self, viewer: Viewer) -> None:
-        self.take(viewer, viewer.protocol.events_received())
 
     def take(self, viewer: Viewer, frames: Sequence[Any]) -> None:
         """Carry out frames of a viewer: binary ones are input, text ones control messages."""
@@ -2157,21 +2180,20 @@ class Terminal:
                 viewer.protocol.fail(1008, "a control message that is not understood")
 
     def obey(self, viewer: Viewer, message: Mapping[str, Any]) -> None:
-        """Carry out a control message. Raises ValueError, TypeError or KeyError for one that is not understood."""
+        """Carry out a control message.
+
+        Raises ValueError, TypeError or KeyError for one that is not understood.
+        """
         kind = message["type"]
         if kind == "ack":
-            seq = message["seq"]
-            if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq <= viewer.sent:
-                raise ValueError(seq)
+            seq = whole_number(message["seq"], 0, viewer.sent)
             viewer.acked, viewer.progress = max(seq, viewer.acked), time.monotonic()
         elif kind == "resize":
-            rows, cols = message["rows"], message["cols"]
-            if not all(isinstance(n, int) and not isinstance(n, bool) and 0 < n <= 1000 for n in (rows, cols)):
-                raise ValueError(message)
+            rows, cols = (whole_number(message[key], 1, 1000) for key in ("rows", "cols"))
             if viewer is self.writer and not self.ended and (rows, cols) != self.size:
                 self.resize(rows, cols)
                 with suppress(OSError):
-                    # it has no controlling terminal that would do that
+                    # The engine's client has no controlling terminal that would signal this.
                     os.kill(self.pid, signal.SIGWINCH)
                 for other in self.viewers:
                     other.control(type="size", rows=rows, cols=cols)
@@ -2186,7 +2208,7 @@ class Terminal:
 
     def flush(self, viewer: Viewer) -> None:
         """Send what the viewer lacks, as far as its window and its socket allow."""
-        stuck = len(self.input) > CHUNK_BYTES  # then its acknowledgements wait behind its own input
+        stuck = len(self.input) > CHUNK_BYTES  # its acknowledgements wait behind its own input
         while viewer.open and not viewer.pending and viewer.sent < self.ring.end:
             if viewer.sent - viewer.acked >= WINDOW_BYTES and not stuck:
                 return
@@ -2225,9 +2247,9 @@ class Terminal:
         with suppress(OSError):
             viewer.sock.shutdown(socket.SHUT_WR)
         viewer.sock.close()
-        # it holds the protocol, and would only go with the garbage collection
+        # The parser refers to the protocol: without this only a garbage collection frees the two.
         viewer.protocol.parser.close()
-        viewer.left()
+        viewer.leave()
         if viewer is self.writer:
             self.writer = None
         self.tell_roles()
@@ -2238,7 +2260,7 @@ class Terminal:
         for viewer in [*self.viewers, *self.arriving]:
             with suppress(OSError):
                 viewer.sock.close()
-            viewer.left()
+            viewer.leave()
         self.viewers.clear()
         if not self.ended:
             self.hang_up()
@@ -2247,8 +2269,18 @@ class Terminal:
         sandbox.Output.close(self.wake_read, self.wake_write)
 
 
+def whole_number(value: object, low: int, high: int) -> int:
+    """A number of a control message. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(value)
+    return value
+
+
 class Terminals:
-    """All terminals of this server. Their tags are kept in a file: a server that was killed is cleaned up after."""
+    """All terminals of this server.
+
+    Their tags are kept in a file, so that the next server hangs up what a killed one has left.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -2270,22 +2302,23 @@ class Terminals:
         over = [terminal for terminal in self.all() if terminal.ended]
         if len(self.by_id) - len(over) >= TERMINALS:
             raise WebError("too_many", f"there are {TERMINALS} terminals already", "close some")
-        if len(self.by_id) >= TERMINALS:  # those whose end nobody came to see
+        if len(self.by_id) >= TERMINALS:  # no longer wait for somebody to see the end of some
             for terminal in over:
                 terminal.hang_up()
         terminal = Terminal(app, engine, session, run, size)
+        terminal.start()
         with self.lock:
             self.by_id[terminal.id] = terminal
-        self.changed()
+        self.write_down()
         threading.Thread(target=terminal.pump, daemon=True).start()
         return terminal
 
     def remove(self, terminal: Terminal) -> None:
         with self.lock:
             self.by_id.pop(terminal.id, None)
-        self.changed()
+        self.write_down()
 
-    def changed(self) -> None:
+    def write_down(self) -> None:
         """Write down what would have to be cleaned up."""
         with self.lock, suppress(SandboxError):
             rows = [{"session": t.session.name, "tag": t.tag} for t in self.by_id.values()
@@ -2301,7 +2334,7 @@ class Terminals:
             with suppress(WebError, SandboxError, OSError, KeyError, TypeError):
                 engine, session = find_running(row["session"])
                 sandbox.signal_tagged(engine, session, row["tag"], "HUP", 2)
-        self.changed()
+        self.write_down()
 
     def close_all(self, session: str = "") -> None:
         """Hang up all terminals, of one session or altogether, and wait for that."""
@@ -2326,12 +2359,12 @@ def delete_terminal(app: App, _request: Request, params: Params) -> Answer:
 
 
 def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
-    """The WebSocket: ?id=<terminal>&from=<seq> comes back to one, without an id a new one is opened."""
+    """The WebSocket: ?id=<terminal>&from=<seq> comes back to one, else a new one is opened."""
     if not request.upgrade:
         raise WebError("bad_request", "this is the address of a WebSocket", "connect to it as one")
     size = (request.number("rows", 24, 1, 1000), request.number("cols", 80, 1, 1000))
     position = request.number("from", 0, 0, 1 << 60)
-    protocol, response = handshake(request)
+    protocol, response = accept_websocket(request)
     id, run = request.query.get("id", ""), request.query.get("run", "shell")
     if run not in ("shell", "agent"):
         raise WebError("bad_request", "run: it is neither shell nor agent")
@@ -2344,10 +2377,9 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
                            "open a shell instead")
         terminal = app.terminals.open(app, engine, session, run, size)
 
-    def attach(sock: socket.socket, buffered: bytes, left: Callable[[], None]) -> None:
+    def attach(sock: socket.socket, buffered: bytes, leave: Callable[[], None]) -> None:
         protocol.send_response(response)
-        viewer = Viewer(sock, protocol, left, request.query.get("view", "") != "1")
-        viewer.sent = position
+        viewer = Viewer(sock, protocol, leave, request.query.get("view", "") != "1", position)
         sock.setblocking(False)
         if buffered:
             protocol.receive_data(buffered)
@@ -2357,8 +2389,8 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
     return Upgrade(attach)
 
 
-def handshake(request: Request) -> tuple[ServerProtocol, Any]:
-    """Protocol and answer for a WebSocket request that the gateway has let through. Raises WebError."""
+def accept_websocket(request: Request) -> tuple[ServerProtocol, Any]:
+    """Protocol and answer for an admitted request for a WebSocket. Raises WebError."""
     from websockets.server import ServerProtocol
 
     protocol = ServerProtocol(max_size=MESSAGE_BYTES)
@@ -2375,16 +2407,16 @@ def handshake(request: Request) -> tuple[ServerProtocol, Any]:
 Route = Callable[["App", Request, Params], "Answer | Stream | Upgrade"]
 SESSION = "/api/sessions/{session}"
 ROUTES: list[tuple[str, str, Route]] = [
-    ("GET", "/", static_file("ui/index.html")),
-    ("GET", "/preview", static_file("preview/index.html")),
-    ("GET", "/auth/login", static_file("auth/login.html")),
-    ("GET", "/preview/auth/login", static_file("auth/login.html")),
-    ("GET", "/auth/frontend/login.css", static_file("auth/login.css")),
-    ("GET", "/auth/frontend/login.js", static_file("auth/login.js")),
+    ("GET", "/", asset_route("ui/index.html")),
+    ("GET", "/preview", asset_route("preview/index.html")),
+    ("GET", "/auth/login", asset_route("auth/login.html")),
+    ("GET", "/preview/auth/login", asset_route("auth/login.html")),
+    ("GET", "/auth/frontend/login.css", asset_route("auth/login.css")),
+    ("GET", "/auth/frontend/login.js", asset_route("auth/login.js")),
     ("POST", "/auth/login", post_login),
     ("POST", "/auth/logout", post_logout),
-    ("GET", "/ui/{version}/{file*}", get_asset("ui")),
-    ("GET", "/preview/{version}/{file*}", get_asset("preview")),
+    ("GET", "/ui/{version}/{file*}", asset_route("ui/")),
+    ("GET", "/preview/{version}/{file*}", asset_route("preview/")),
     ("GET", "/api/profiles", get_profiles),
     ("GET", "/api/directories", get_directories),
     ("GET", "/api/sessions", get_sessions),
@@ -2412,28 +2444,21 @@ ROUTES: list[tuple[str, str, Route]] = [
 ]
 
 
-def match(pattern: str, path: str) -> dict[str, str] | None:
-    """The parameters of a path that fits a pattern; `{name*}` takes the rest of it."""
-    wanted, given = pattern.split("/"), path.split("/")
-    if wanted[-1].endswith("*}") and len(given) >= len(wanted):
-        given[len(wanted) - 1 :] = ["/".join(given[len(wanted) - 1 :])]
-    if len(wanted) != len(given):
-        return None
-    params = {}
-    for want, have in zip(wanted, given, strict=True):
-        if want.startswith("{") and have:
-            params[want.strip("{*}")] = have
-        elif want != have:
-            return None
-    return params
+def regex_of(pattern: str) -> re.Pattern[str]:
+    """What a path has to be: `{name}` is one part of it, `{name*}` is all the rest."""
+    pattern = re.sub(r"{(\w+)\*}", r"(?P<\1>.+)", pattern)
+    return re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", pattern))
+
+
+PATHS = [(verb, regex_of(pattern), function) for verb, pattern, function in ROUTES]
 
 
 def route(method: str, path: str) -> tuple[Route, dict[str, str]]:
     """The function for a request. Raises WebError when there is none."""
     fitting: dict[str, tuple[Route, dict[str, str]]] = {}
-    for verb, pattern, function in ROUTES:
-        if (params := match(pattern, path)) is not None:
-            fitting.setdefault(verb, (function, params))
+    for verb, regex, function in PATHS:
+        if found := regex.fullmatch(path):
+            fitting.setdefault(verb, (function, found.groupdict()))
     if not fitting:
         raise WebError("not_found", "there is nothing at this address")
     verb = "GET" if method == "HEAD" else method
@@ -2453,23 +2478,18 @@ class App:
         self.generated = not password
         self.user = config.get("serverUser")
         state = web_path(address)
-        self.gateway = Gateway(self.user, self.password, f"{state}.json", address[1], secure)
-        self.hosts = [name.lower() for name in config.all("allowedHosts")]
+        self.gateway = Gateway(self.user, self.password, f"{state}.json", address, secure,
+                               config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.stopping = False
 
     def answer(self, request: Request,
                read_body: Callable[[int], bytes]) -> Answer | Stream | Upgrade:
-        """The gateway: allowlist or cookie, then origin, then the route."""
-        if not request.login and request.path not in ANONYMOUS:
-            if not request.length:
-                read_body(0)
-            return turned_away(request)
-        check_origin(request, self.gateway.secure)
+        """Read the body of a request that the gateway has admitted, and carry it out."""
         function, params = route(request.method, request.path)
         request.body = read_body(BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES)
         if request.path not in ANONYMOUS and not self.gateway.is_live(request.login):
-            return turned_away(request)  # the login ended while the body came
+            return anonymous_answer(request.path)  # the login ended while the body came
         return function(self, request, params)
 
 
@@ -2503,7 +2523,7 @@ def web_path(address: tuple[str, int]) -> str:
 
 
 class Lock:
-    """The file that a server holds locked as long as it lives: no stale pid, and no other process's."""
+    """The file that a server holds locked as long as it lives: its pid is never another's."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.path = f"{web_path(address)}.lock"
@@ -2537,8 +2557,8 @@ class Lock:
 
 def stop_server(address: tuple[str, int]) -> bool:
     """Stop the background server at an address; False when there is none. Raises SandboxError."""
-    lock, where = Lock(address), address_text(address)
-    try:
+    where = address_text(address)
+    with closing(Lock(address)) as lock:
         if lock.take():
             return False
         record = lock.read()
@@ -2547,9 +2567,8 @@ def stop_server(address: tuple[str, int]) -> bool:
             raise SandboxError(f"a server holds {lock.path} and has not said which process it is",
                                "try again")
         if not record.get("background"):
-            raise SandboxError(
-                f"the server at {where} runs in the foreground of a terminal (process {pid})",
-                               "press Ctrl-C there")
+            message = f"the server at {where} runs in the foreground of a terminal (process {pid})"
+            raise SandboxError(message, "press Ctrl-C there")
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS + 5
@@ -2559,23 +2578,17 @@ def stop_server(address: tuple[str, int]) -> bool:
                                    f"run: kill -9 {pid}")
             time.sleep(0.02)
         return True
-    finally:
-        lock.close()
 
 
-# What a server was started with, and is started with again: kept in its lock file, which is its
-# owner's only.
+# The options that --restart takes over: kept in the lock file, which its owner alone can read.
 KEPT_OPTIONS = [name for name, (flags, settings) in sandbox.options_of("serve").items()
                 if flags and settings.get("action") != "store_true"]
 
 
 def keep_options(args: argparse.Namespace, address: tuple[str, int]) -> None:
     """Take what is not given now from the server that runs at an address."""
-    lock = Lock(address)
-    try:
+    with closing(Lock(address)) as lock:
         kept = {} if lock.take() else lock.read().get("options", {})
-    finally:
-        lock.close()
     for key in KEPT_OPTIONS:
         setattr(args, key, getattr(args, key) or kept.get(key))
 
@@ -2611,14 +2624,14 @@ def serve(args: argparse.Namespace) -> int:
         keep_options(args, address)
     config = sandbox.load_config(sandbox.flags_layer(args), args.profile)
     if args.runtime:
-        # for every configuration that is read from now on
+        # Every configuration that is read from now on has it.
         os.environ["SANDBOX_RUNTIME"] = args.runtime
     tls = tls_context(args)
-    sandbox.with_remedies(need_websockets, args.yes)
+    sandbox.with_remedies(import_websockets, args.yes)
     if not is_loopback(address[0]) and not tls:
-        sandbox.say(
-            f"warning: without TLS everyone on the way to {address[0]} can read the password and the terminals;"
-                    " give --cert and --key, or listen on 127.0.0.1 and come through ssh -L")
+        sandbox.say(f"warning: without TLS everyone on the way to {address[0]} can read the "
+                    "password and the terminals; give --cert and --key, or listen on 127.0.0.1 "
+                    "and come through ssh -L")
     fetch_libraries()
     if args.restart and not stop_server(address):
         sandbox.say(f"there was no server at {address_text(address)}")
@@ -2626,12 +2639,13 @@ def serve(args: argparse.Namespace) -> int:
     record = {"background": background,
               "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
     if background:
-        return in_background(address, lambda tell: run_server(address, config, tls, record, tell))
+        return run_in_background(address,
+                                 lambda tell: run_server(address, config, tls, record, tell))
     return run_server(address, config, tls, record, lambda line: print(line, flush=True))
 
 
-def need_websockets() -> None:
-    """Have a websockets that can be imported: the installed one, or else our own. Raises EngineProblem."""
+def import_websockets() -> None:
+    """Import websockets: the installed one, or else our own. Raises EngineProblem."""
     import glob
     import importlib.util
     from shutil import which
@@ -2639,8 +2653,7 @@ def need_websockets() -> None:
     home = os.path.join(os.path.abspath(sandbox.sandbox_home()), "venv")
     if has_websockets():
         return
-    # What another version of Python has installed there will do, too: its compiled parts are passed
-    # over.
+    # What another version of Python has installed there will do: its compiled parts are optional.
     for path in glob.glob(os.path.join(glob.escape(home), "lib", "python3.*", "site-packages")):
         sys.path.insert(0, path)
         if has_websockets():
@@ -2656,7 +2669,7 @@ def need_websockets() -> None:
 
 
 def has_websockets() -> bool:
-    """Whether a websockets that is new enough can be imported; one that is too old is forgotten again."""
+    """Whether a websockets that is new enough can be imported; one that is too old is dropped."""
     import importlib
 
     try:
@@ -2674,7 +2687,7 @@ def has_websockets() -> bool:
 
 
 def venv_commands(home: str) -> list[list[str]]:
-    # Isolated: modules of the current directory are not ours.
+    # -I: modules in the current directory are not to be imported.
     pip = [os.path.join(home, "bin", "python"), "-I", "-m", "pip", "install", "--quiet"]
     return [[sys.executable, "-I", "-m", "venv", home], [*pip, f"websockets>={WEBSOCKETS_MAJOR}"]]
 
@@ -2701,7 +2714,7 @@ def make_venv(home: str, packages: Sequence[Sequence[str]]) -> None:
 
 
 def fetch_libraries() -> None:
-    """In a checkout, bring what the pages load from npm up to date; a wheel and a zipapp have it in them."""
+    """In a checkout, bring what the pages load from npm up to date; wheel and zipapp have it."""
     build = os.path.join(os.path.dirname(os.path.abspath(sandbox.__file__)), "static", "build.py")
     if os.path.isfile(build):
         step = sandbox.Step("fetch the libraries of the web pages")
@@ -2710,33 +2723,35 @@ def fetch_libraries() -> None:
         except SandboxError:
             step.forget_log()
             words = "\n".join(step.tail)
-            sandbox.say(
-                f"{words}\nwarning: the terminal and Markdown in the web pages are missing until then")
+            sandbox.say(f"{words}\nwarning: the terminal and Markdown in the web pages are missing "
+                        "until then")
 
 
 def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None,
-               record: Mapping[str, Any],
-               tell: Callable[[str], None]) -> int:
-    """Serve until a signal comes; `tell` is given what the person must know, when the service answers.
+               record: Mapping[str, Any], tell: Callable[[str], None]) -> int:
+    """Serve until a signal comes; once the service answers, `tell` gets what a person must know.
 
     `record` is kept in the lock file as long as the server runs.
     """
     where = address_text(address)
     lock = Lock(address)
     if not lock.take():
-        raise SandboxError(
-            f"a sandbox server runs at {where} already (process {lock.read().get('pid')})",
+        pid = lock.read().get("pid")
+        raise SandboxError(f"a sandbox server runs at {where} already (process {pid})",
                            f"sandbox serve {where} --restart, or --stop")
     app = App(address, config, tls is not None)
     named = leads_here(OWN_NAME, address[0])
-    share_one_heap()
+    # One heap for all threads, and large buffers out of it: what is freed goes back to the system.
+    call_libc("mallopt", -8, 1)  # M_ARENA_MAX
+    call_libc("mallopt", -3, 2 * CHUNK_BYTES)  # M_MMAP_THRESHOLD, which would grow
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(0.0001)
     try:
         server = Server(address, app, tls)
     except OSError as error:
-        hint = "choose another port" if error.errno == errno.EADDRINUSE else "choose another address"
-        raise SandboxError(f"cannot listen on {where}: {error.strerror}", hint) from None
+        what = "port" if error.errno == errno.EADDRINUSE else "address"
+        raise SandboxError(f"cannot listen on {where}: {error.strerror}",
+                           f"choose another {what}") from None
     lock.write({"pid": os.getpid(), **record})
     threading.Thread(target=app.terminals.clean_up, daemon=True).start()
     status = 0
@@ -2784,25 +2799,15 @@ def leads_here(name: str, address: str) -> bool:
     return all(map(is_loopback, found)) and bool(found & reached)
 
 
-def share_one_heap() -> None:
-    """Have glibc keep one heap for all threads, and large buffers out of it: what is freed goes back to the system."""
+def call_libc(name: str, *numbers: int) -> None:
+    """Call a function that glibc has; elsewhere nothing happens."""
     with suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-8, 1)  # M_ARENA_MAX
-        mallopt(-3, 2 * CHUNK_BYTES)  # M_MMAP_THRESHOLD, which would grow
+        getattr(ctypes.CDLL(None), name)(*numbers)
 
 
-def give_memory_back() -> None:
-    """Have glibc return what lies free between what is used: it would keep that for ever."""
-    with suppress(ImportError, OSError, AttributeError):
-        import ctypes
-
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:
+def run_in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:
     """Run in a process of its own session, and return when it serves or has failed."""
     read, write = os.pipe()
     sys.stdout.flush()
@@ -2811,7 +2816,7 @@ def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]
         os.setsid()
         if os.fork():
             os._exit(0)
-        daemon(f"{web_path(address)}.log", write, run)
+        run_daemon(f"{web_path(address)}.log", write, run)
     os.close(write)
     os.waitpid(child, 0)
     with os.fdopen(read, encoding="utf-8") as pipe:
@@ -2826,8 +2831,9 @@ def in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]
     return 0
 
 
-def daemon(log_path: str, write: int, run: Callable[[Callable[[str], None]], int]) -> NoReturn:
-    """The background process: its output goes to the log, what the person must know into the pipe."""
+def run_daemon(log_path: str, write: int,
+               run: Callable[[Callable[[str], None]], int]) -> NoReturn:
+    """Be the background process: output goes to the log, what a person must know to the pipe."""
     status = 1
     try:
         sandbox.make_private(os.path.dirname(log_path))

@@ -3,15 +3,17 @@
     python3 static/build.py [OUT]        OUT is dist/sandbox.pyz by default
     python3 static/build.py --libraries  only fetch what the pages load from npm
 
-The libraries of the browser are those of static/package-lock.json, fetched with `npm ci`, or without npm from the
-registry itself (NPM_CONFIG_REGISTRY names another), into a directory that goes again; the files that pages load are
-kept in static/ui/vendor/, with the digest of the lock file that says whether they are up to date. They are never
-committed. Building a wheel fetches them too: pyproject.toml names this file as hatchling's build hook.
+The libraries of the browser are those of static/package-lock.json, fetched with `npm ci`, or
+without npm from the registry itself (NPM_CONFIG_REGISTRY names another), into a directory that goes
+again; the files that pages load are kept in static/ui/vendor/, with the digest of the lock file
+that says whether they are up to date. They are never committed. Building a wheel fetches them too:
+pyproject.toml names this file as hatchling's build hook.
 
-In it: sandbox.py, sandbox_web.py, static/ as sandbox_static/, the pure Python part of the `websockets` that is
-installed for the running interpreter, and a __main__.py. Beside each module lies its bytecode (unchecked-hash):
-the Python version that built the file starts a third faster, any other compiles the source. Names are sorted
-and times and modes fixed, so two builds from equal sources on one interpreter are equal byte for byte.
+In it: sandbox.py, sandbox_web.py, static/ as sandbox_static/, the pure Python part of the
+`websockets` that is installed for the running interpreter, and a __main__.py. Beside each module
+lies its bytecode (unchecked-hash): the Python version that built the file starts a third faster,
+any other compiles the source. Names are sorted and times and modes fixed, so two builds from equal
+sources on one interpreter are equal byte for byte.
 
 Exit status: 0, or 1 when websockets or the registry is missing.
 """
@@ -77,7 +79,10 @@ def lock_digest() -> str:
 
 
 def fetch_libraries() -> None:
-    """Bring static/ui/vendor/ up to date with the lock file. Raises BuildError; what was there before stays then."""
+    """Bring static/ui/vendor/ up to date with the lock file.
+
+    Raises BuildError; then what was there before stays.
+    """
     stamp = VENDOR / "digest.txt"
     if stamp.is_file() and stamp.read_text() == lock_digest():
         return
@@ -117,7 +122,10 @@ def npm_ci(directory: Path) -> None:
 
 
 def fetch_packages(directory: Path) -> None:
-    """Fetch the packages of LIBRARIES in the lock file's versions, as `npm ci` does. Raises BuildError."""
+    """Fetch the packages of LIBRARIES in the lock file's versions, as `npm ci` does.
+
+    Raises BuildError.
+    """
     registry = os.environ.get("NPM_CONFIG_REGISTRY") or "https://registry.npmjs.org"
     lock = json.loads((directory / "package-lock.json").read_text())["packages"]
     for package in packages():
@@ -127,11 +135,12 @@ def fetch_packages(directory: Path) -> None:
             with urllib.request.urlopen(url, timeout=NPM_SECONDS) as answer:
                 data = answer.read()
         except (OSError, ValueError) as error:
-            raise BuildError(
-                f"{url}: {error}\nis the registry reachable? NPM_CONFIG_REGISTRY names another") from None
-        if f"sha512-{base64.b64encode(hashlib.sha512(data).digest()).decode()}" != entry["integrity"]:
-            raise BuildError(
-                f"{url} is not what static/package-lock.json names\nuse a registry that has the original")
+            hint = "is the registry reachable? NPM_CONFIG_REGISTRY names another"
+            raise BuildError(f"{url}: {error}\n{hint}") from None
+        digest = base64.b64encode(hashlib.sha512(data).digest()).decode()
+        if f"sha512-{digest}" != entry["integrity"]:
+            raise BuildError(f"{url} is not what static/package-lock.json names\n"
+                             "use a registry that has the original")
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             for member in archive:
                 if content := archive.extractfile(member):
@@ -154,7 +163,10 @@ def licenses(modules: Path) -> str:
 
 
 def get_build_hook() -> Any:
-    """The class that hatchling asks for. An editable install fetches nothing: its first `serve` does."""
+    """The class that hatchling asks for.
+
+    An editable install fetches nothing: its first `serve` does.
+    """
     interface = importlib.import_module("hatchling.builders.hooks.plugin.interface")
 
     def initialize(_hook: object, version: str, _build_data: dict[str, Any]) -> None:

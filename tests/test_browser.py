@@ -976,6 +976,48 @@ def test_a_refused_host_is_allowed_and_denied_at_one_click(outside: str, page: P
                       if not any(word in error for word in WENT_AWAY)]
 
 
+def test_what_lets_a_refused_host_through_is_read_from_fields(page: Page,
+                                                              service: Service) -> None:
+    """The words of a reason are for people: a sentence with an address in it means nothing here."""
+    reason = "it is at 10.0.0.1, which is no public address and has no rule of its own"
+    base = {"port": 443, "verdict": "deny", "rule": "", "reason": reason,
+            "time": "2026-11-21T00:00:00Z"}
+    decisions = [
+        {**base, "host": "old.example"},  # of a proxy that says no kind
+        {**base, "host": "new.example", "kind": "address-private", "address": "10.0.0.2"},
+        {**base, "host": "no.example", "kind": "tls"},
+        {**base, "host": "ruled.example", "kind": "denied", "rule": "ruled.example"}]
+    page.goto(f"http://{service.address}/")
+    shown = page.eval(f"""(async () => {{
+        const base = document.querySelector("script[type=module]").src.replace(/main.js$/, "");
+        const {{ mount }} = await import(base + "decisions.js");
+        const real = fetch, body = {json.dumps(json.dumps(decisions))};
+        window.fetch = async (url, options) =>
+            url.includes("/kinds/") ? Response.json({{ allow: [] }}) : real(url, options);
+        window.EventSource = class extends EventTarget {{
+            constructor() {{
+                super();
+                setTimeout(() => JSON.parse(body).forEach((one) => this.dispatchEvent(
+                    new MessageEvent("decision", {{ data: JSON.stringify(one) }}))));
+            }}
+            close() {{}}
+        }};
+        const root = document.body.appendChild(document.createElement("div"));
+        const session = {{ name: "kinds", state: "running", network: {{ allow: [] }} }};
+        mount(root, {{ name: "kinds", session, reload: async () => {{}} }});
+        while (root.querySelectorAll(".decision").length < {len(decisions)})
+            await new Promise((resolve) => setTimeout(resolve, 20));
+        return [...root.querySelectorAll(".decision")].map((row) => [
+            row.querySelector("h3").textContent, row.querySelector(".why").textContent,
+            row.querySelector("button").hidden ? "" : row.querySelector("button").title]);
+    }})()""")
+    assert shown == [
+        ["ruled.example:443", f"{reason}: ruled.example", "Allow ruled.example"],
+        ["no.example:443", reason, ""],
+        ["new.example:443", reason, "Allow 10.0.0.2"],
+        ["old.example:443", reason, "Allow old.example"]]
+
+
 def test_rules_are_written_and_removed(outside: str, page: Page, service: Service,
                                        name: str) -> None:
     open_screen(page, service, name, "network")

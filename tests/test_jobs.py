@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import hashlib
 import http.client
 import itertools
@@ -722,6 +723,25 @@ def test_on_a_full_disk_nothing_is_half_written(engine: Engine, service: Service
         for folder in ("jobs", "sessions"):
             subprocess.run(["umount", engine.home / folder], check=True)
     service.ended(service.job(name, "test $A = before"))
+
+
+def test_words_in_a_message_are_not_taken_for_its_meaning(service: Service, name: str) -> None:
+    """A full disk is known by the number of its error, whatever a name in a message says."""
+    body = {"name": name, "directory": str(service.engine.project), "profile": "plain"}
+    plain = service.post("/api/sessions", body)
+    named = service.post("/api/sessions", {**body, "profile": os.strerror(errno.ENOSPC)})
+    assert plain.status == named.status != 507
+    assert plain.json["error"]["code"] == named.json["error"]["code"]
+
+
+def test_a_proxy_is_no_session(engine: Engine, service: Service, name: str) -> None:
+    service.create(name, network={"allow": []})
+    answer = engine.run("ps", "--filter", f"label=sandbox.proxy={name}", "--format", "{{.Names}}")
+    path = f"/api/sessions/{answer.stdout.strip()}"
+    for method, end in (("GET", ""), ("DELETE", ""), ("POST", "/stop"), ("PUT", "/settings")):
+        reply = service.post(path + end, method=method)
+        assert (reply.status, reply.json["error"]["code"]) == (404, "not_found"), (method, end)
+        assert "is the proxy of the session" in reply.json["error"]["message"]
 
 
 @docker_only

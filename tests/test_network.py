@@ -219,7 +219,7 @@ def test_check_and_log_are_lines_of_json(guarded: Guarded) -> None:
     row = json.loads(line)
     assert row.pop("time").endswith("Z")
     assert row == {"session": guarded.name, "host": "followed.test", "port": 99, "verdict": "deny", "rule": "",
-                   "reason": "no rule allows it"}  # fmt: skip
+                   "reason": "no rule allows it", "kind": "unlisted"}  # fmt: skip
     answer = guarded.net("log")
     rows = [json.loads(line) for line in answer.stdout.splitlines()]
     assert {"host": "api.test", "port": 80, "verdict": "allow",

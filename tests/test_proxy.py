@@ -442,6 +442,27 @@ def test_a_decision_says_what_decided(net: Proxy) -> None:
         "deny", "x.a.org", "a rule denies it", 443)
 
 
+@pytest.mark.parametrize("where, allow, deny, kind, address", [
+    ("example.org", (), (), "unlisted", None),
+    ("example.org", ("example.org",), ("*.org",), "denied", None),
+    ("0x7f.1", ("127.0.0.1",), (), "host", None),
+    ("127.0.0.9", ("127.0.0.9",), (), None, None),
+    ("localhost", ("localhost",), (), "address-private", ("127.0.0.1", "::1")),
+    ("localhost", ("localhost",), ("127.0.0.1", "::1"), "address-denied", ("127.0.0.1", "::1")),
+])
+def test_a_refusal_has_a_kind_for_programs(net: Proxy, where: str, allow: tuple[str, ...],
+                                           deny: tuple[str, ...], kind: str | None,
+                                           address: tuple[str, ...] | None) -> None:
+    line = decide(net, where, allow, deny)
+    assert line.get("kind") == kind
+    assert line.get("address") in (address or (None,))
+
+
+def test_rules_that_cannot_be_used_are_a_kind(net: Proxy) -> None:
+    (net.directory / "rules.json").write_text("{")
+    assert json.loads(net.command("check", "a.org").stdout)["kind"] == "rules"
+
+
 @pytest.mark.parametrize("where, allow, deny, verdict, reason", [
     ("example.org", (), (), "deny", "no rule allows it"),
     ("127.0.0.1", ("localhost",), (), "deny", "no rule allows it"),
@@ -782,7 +803,7 @@ def test_every_line_of_the_log_is_one_json_object(running: Proxy) -> None:
         running.send(f"CONNECT {host}:443 HTTP/1.1\r\nHost: {host}:443\r\n\r\n".encode())
     lines = running.lines()
     assert [line["host"] for line in lines] == ["a" * 253, 'a"b']
-    assert all(set(line) == {"time", "session", "host", "port", "verdict", "rule", "reason"}
+    assert all(set(line) == {"time", "session", "host", "port", "verdict", "rule", "reason", "kind"}
                for line in lines)
 
 
@@ -843,7 +864,9 @@ def test_noise_hides_nothing_that_was_decided_before(net: Proxy) -> None:
 def test_the_longest_line_has_room(net: Proxy) -> None:
     kept = proxy.Kept()
     kept.open(str(net.directory / "kept"))
-    kept.note(proxy.Decision('"' * 300, 65535, '"' * 3000, "*." + "a" * 253 + ":65535"))
+    address = "2001:db8:1111:2222:3333:4444:5555:6666"
+    kept.note(proxy.Decision('"' * 300, 65535, '"' * 3000, "*." + "a" * 253 + ":65535",
+                             kind="address-private", address=address))
     kept.note(proxy.Decision("a.example", 443))
     assert [entry["host"] for entry in net.kept()] == ['"' * 253, "a.example"]
 
@@ -888,6 +911,7 @@ def test_tls_with_another_name_is_refused(running: Proxy, certificate: Path,
         line = running.lines()[-1]
         assert (line["verdict"], line["host"], line["rule"]) == ("deny", "localhost", "")
         assert line["reason"] == f"the TLS handshake names {name or 'no host'}, the tunnel localhost"
+        assert line["kind"] == "tls"
 
 
 def client_hello(name: str, record_bytes: int = 16384) -> bytes:

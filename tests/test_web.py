@@ -280,6 +280,17 @@ def test_a_foreign_host_is_refused(service: Service, host: str, status: int) -> 
     assert service.status(data.encode()) == status
 
 
+def test_the_gateway_checks_host_path_login_and_origin_in_this_order(service: Service) -> None:
+    """Each of these requests has all faults that come after the one that is told, too."""
+    foreign = {"Origin": "http://evil.example", "Content-Type": "application/json"}
+    told = [service.request("POST", path, b"{}", {"Host": host, **foreign}, cookie).status
+            for host, path, cookie in (("evil.example", "/api/%2e%2e/", ""),
+                                       ("localhost", "/api/%2e%2e/", ""),
+                                       ("localhost", "/api/nowhere", ""),
+                                       ("localhost", "/api/nowhere", service.cookie))]
+    assert told == [421, 400, 401, 403]
+
+
 def test_no_host_and_two_hosts(service: Service) -> None:
     assert service.status(b"GET /auth/login HTTP/1.1\r\n\r\n") == 400
     assert service.status(b"GET /auth/login HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n") == 400

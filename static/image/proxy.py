@@ -1,22 +1,25 @@
 """The one way out of a session with a network allowlist.
 
     proxy.py serve             in the proxy container: decide, log, connect
-    proxy.py gate              in the session: hand a listener on 127.0.0.1:3128 to the proxy, again whenever one comes
+    proxy.py gate              in the session: hand a listener on 127.0.0.1:3128 to the proxy, and
+                               another one to each proxy that comes later
     proxy.py set               check SANDBOX_RULES and put them in force
     proxy.py check HOST[:PORT] print the decision about port 443, or this one
 
-The session has no network but its own loopback. What it shares with the proxy is /run/sandbox-net, with
-  proxy.sock   where a gate sends a *listening socket*: a socket stays in the network it was made in, so the proxy
-               accepts inside the session and connects outside it, and no byte is relayed twice
-  rules.json   {"allow": [...], "deny": [...]} of host, host:port, *.host, an address, [v6]:port; without a port
-               443 and 80; what denies wins; read again when it changes, and while it is wrong nothing is allowed
+The session has no network but its own loopback. It shares /run/sandbox-net with the proxy:
+  proxy.sock   where a gate sends a *listening socket*: a socket stays in the network it was made
+               in, so the proxy accepts inside the session and connects outside it, and no byte is
+               relayed twice
+  rules.json   {"allow": [...], "deny": [...]} of host, host:port, *.host, an address, [v6]:port;
+               without a port 443 and 80; what denies wins. It is read again when it changes, and
+               while it is wrong nothing is allowed.
 
 /var/lib/sandbox-net/decisions, which the session does not see, keeps a JSON line for each host that
 was asked for: the last decision, when the first one was, and how many there were.
 
-Environment: SANDBOX_SESSION (its name), SANDBOX_RULES (JSON; `serve` uses it only where there is no rules.json),
-SANDBOX_NET, SANDBOX_NET_PORT and SANDBOX_KEPT (another directory, port and file of decisions).
-stdout has one JSON line per decision.
+Environment: SANDBOX_SESSION (its name), SANDBOX_RULES (JSON; `serve` uses it only where there is no
+rules.json), SANDBOX_NET, SANDBOX_NET_PORT and SANDBOX_KEPT (another directory, port and file of
+decisions). stdout has one JSON line per decision.
 Exit codes: 0; 1 failed, or refused (check); 2 usage.
 """
 
@@ -85,7 +88,10 @@ class Answer(Exception):
 
 
 def packed(text: str) -> bytes:
-    """An address as 4 or 16 bytes, an IPv4 one inside IPv6 as 4. Raises ValueError, also for 127.1 and the like."""
+    """An address as 4 or 16 bytes, an IPv4 one inside IPv6 as 4.
+
+    Raises ValueError, also for 127.1 and the like.
+    """
     try:
         data = socket.inet_pton(socket.AF_INET6 if ":" in text else socket.AF_INET, text)
     except OSError:
@@ -105,8 +111,9 @@ NAT64 = networks("64:ff9b::/96")
 # IANA's special-purpose registries; of IPv6 all but 2000::/3, and 6to4 and Teredo, which can lead
 # anywhere.
 PRIVATE = networks(
-    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 "
-    "192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/3 "
+    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 "
+    "192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 "
+    "224.0.0.0/3 "
     "::/3 4000::/2 8000::/1 2001::/23 2001:db8::/32 2002::/16 3fff::/20"
 )
 
@@ -138,7 +145,7 @@ def normal_host(text: str) -> str:
 
 
 def split_port(text: str) -> tuple[str, int | None]:
-    """The host as it is written, without brackets, and the port if there is one. Raises ValueError."""
+    """The host as written, without brackets, and the port if there is one. Raises ValueError."""
     port: str | None
     if match := re.fullmatch(r"\[([^]]*:[^]]*)\](?::(.*))?", text):
         host, port = match.groups()
@@ -189,7 +196,8 @@ class Rules:
         data = json.loads(text)
         if not isinstance(data, dict) or data.keys() - {"allow", "deny"}:
             raise ValueError('the rules are not {"allow": [...], "deny": [...]}')
-        self.allow, self.deny = ([Rule(item) for item in self.texts(data, key)] for key in ("allow", "deny"))
+        self.allow, self.deny = ([Rule(item) for item in self.texts(data, key)]
+                                 for key in ("allow", "deny"))
 
     @staticmethod
     def texts(data: dict[str, object], key: str) -> list[str]:
@@ -207,12 +215,18 @@ Entry = dict[str, str | int]  # a decision as it is written
 
 
 class Decision:
-    """Allowed exactly when `reason` is empty; `addresses` are what may be connected to, `missing` what a rule lacks."""
+    """Allowed exactly when `reason` is empty; `addresses` are what may be connected to.
+
+    `reason` is for people. For programs there is `kind`, one word: rules, host, denied, unlisted,
+    address-denied, address-private or tls, for the two of an address with the `address` itself.
+    `missing` is the host or address that a rule would have to allow.
+    """
 
     def __init__(self, host: str, port: int, reason: str = "", rule: str = "",
-                 missing: str = "") -> None:
+                 missing: str = "", kind: str = "", address: str = "") -> None:
         self.host, self.port, self.time = host, port, time.time()
         self.reason, self.rule, self.missing = reason, rule, missing
+        self.kind, self.address = kind, address
         self.addresses: list[str] = []
 
     def entry(self) -> Entry:
@@ -222,7 +236,9 @@ class Decision:
             "session": SESSION, "host": clean(self.host), "port": self.port,
             "verdict": "deny" if self.reason else "allow", "rule": self.rule,
         }
-        return entry | ({"reason": self.reason} if self.reason else {})
+        if self.reason:
+            entry |= {"reason": self.reason, "kind": self.kind}
+        return entry | ({"address": self.address} if self.address else {})
 
     def line(self) -> str:
         return json.dumps(self.entry()) + "\n"
@@ -230,7 +246,8 @@ class Decision:
     def refusal(self) -> str:
         text = f"sandbox: {clean(self.host)} port {self.port} is refused: {self.reason}.\n"
         if self.missing:
-            rule = self.missing if self.port in DEFAULT_PORTS else with_port(self.missing, self.port)
+            rule = self.missing
+            rule = rule if self.port in DEFAULT_PORTS else with_port(rule, self.port)
             text += f"To allow it: sandbox net allow {SESSION} {rule}\n"
         return text
 
@@ -240,31 +257,33 @@ def decide(host: str, port: int, resolve: Callable[[str, int], list[str]]) -> De
     try:
         rules = current_rules()
     except (OSError, ValueError) as error:
-        return Decision(host, port, f"the rules cannot be used ({error})")
+        return Decision(host, port, f"the rules cannot be used ({error})", kind="rules")
     try:
         host = normal_host(host)
     except ValueError:
-        return Decision(host, port, "not a legal host name or address")
+        return Decision(host, port, "not a legal host name or address", kind="host")
     if rule := first_match(rules.deny, host, port):
-        return Decision(host, port, "a rule denies it", rule, host)
+        return Decision(host, port, "a rule denies it", rule, host, "denied")
     rule = first_match(rules.allow, host, port)
     if not rule:
-        return Decision(host, port, "no rule allows it", missing=host)
+        return Decision(host, port, "no rule allows it", "", host, "unlisted")
     decision = Decision(host, port, rule=rule)
     found = [host] if is_address(host) else resolve(host, port)
-    decision.addresses = [address for address in found if not problem(rules, address, port)]
+    decision.addresses = [address for address in found if not problem(rules, address, port)[0]]
     if found and not decision.addresses:
-        return Decision(host, port, problem(rules, found[0], port), missing=found[0])
+        kind, reason = problem(rules, found[0], port)
+        return Decision(host, port, reason, "", found[0], kind, found[0])
     return decision
 
 
-def problem(rules: Rules, address: str, port: int) -> str:
-    """What speaks against connecting to an address of an allowed host, or nothing."""
+def problem(rules: Rules, address: str, port: int) -> tuple[str, str]:
+    """What speaks against connecting to an address of an allowed host: kind and reason, or ''."""
     if first_match(rules.deny, address, port):
-        return f"a rule denies {address}, where it is"
+        return "address-denied", f"a rule denies {address}, where it is"
     if is_private(address) and not first_match(rules.allow, address, port):
-        return f"it is at {address}, which is no public address and has no rule of its own"
-    return ""
+        reason = f"it is at {address}, which is no public address and has no rule of its own"
+        return "address-private", reason
+    return "", ""
 
 
 # --- The rules file ---
@@ -383,7 +402,7 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def look_up(host: str, port: int, found: list[str]) -> None:
-    """getaddrinfo knows no deadline: a thread that is late is left behind, and holds its slot until it ends."""
+    """getaddrinfo knows no deadline: a late thread is left behind, with its slot until it ends."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(info[4][0]).partition("%")[0] for info in infos]
@@ -427,8 +446,8 @@ def connect(decision: Decision) -> socket.socket:
         except OSError as error:
             failure = f"{address}: {error.strerror or error}"
             sock.close()
-    raise Answer(502,
-                 f"sandbox: {decision.host} port {decision.port} is allowed but cannot be reached: {failure}\n")
+    raise Answer(502, f"sandbox: {decision.host} port {decision.port} is allowed but cannot be "
+                      f"reached: {failure}\n")
 
 
 def log(decision: Decision) -> None:
@@ -491,7 +510,7 @@ class Request:
             raise bad("it has too many headers")
         if not (match := REQUEST_LINE.fullmatch(first)):
             raise bad("not a request line")
-        self.method, self.target, self.minor = match[1].decode(), match[2].decode(), match[3].decode()
+        self.method, self.target, self.minor = (group.decode() for group in match.groups())
         self.headers: list[tuple[str, str]] = []
         for line in lines:
             if not (match := HEADER.fullmatch(line)):
@@ -537,7 +556,8 @@ class Request:
         lines = [f"{self.method} {path} HTTP/1.{self.minor}", f"Host: {host.removesuffix(':80')}"]
         lines += [f"{name}: {value}" for name, value in self.headers
                   if name.lower() not in gone and not name.lower().startswith("proxy-")]
-        lines += ["Connection: Upgrade", "Upgrade: websocket"] if self.upgrades() else ["Connection: close"]
+        upgrade = ["Connection: Upgrade", "Upgrade: websocket"]
+        lines += upgrade if self.upgrades() else ["Connection: close"]
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
@@ -566,7 +586,7 @@ class Body:
         return self.state == "end" and not self.left
 
     def take(self, data: memoryview) -> int:
-        """How many of these bytes belong to the body. Raises Answer when they are not well-formed."""
+        """How many of these bytes belong to the body. Raises Answer when they are malformed."""
         at = 0
         while at < len(data) and not self.done:
             if self.left:
@@ -634,7 +654,10 @@ class Pipe:
         return select.POLLRDHUP if self.body and self.body.done else select.POLLIN
 
     def move(self) -> None:
-        """Relay until one side would block, or for a while. Raises OSError, and Answer for a wrong body."""
+        """Relay until one side would block, or for a while.
+
+        Raises OSError, and Answer for a wrong body.
+        """
         with contextlib.suppress(BlockingIOError):
             for _ in range(32):
                 if not (self.splice() if self.is_long() else self.send()):
@@ -657,7 +680,8 @@ class Pipe:
     def splice(self) -> bool:
         flags = os.SPLICE_F_NONBLOCK
         if not self.inside:
-            self.inside = os.splice(self.source.fileno(), self.ends[1], SPLICE_BYTES, flags=flags) if self.open else 0
+            self.inside = os.splice(self.source.fileno(), self.ends[1], SPLICE_BYTES,
+                                    flags=flags) if self.open else 0
         if not self.inside:
             return self.open and self.end()
         sent = os.splice(self.ends[0], self.sink.fileno(), self.inside, flags=flags)
@@ -816,7 +840,7 @@ def secure_tunnel(client: socket.socket, data: bytes, server: socket.socket, hos
         up.watch, down.watch = handshake.client_says, handshake.server_says
         pump(up, down, both=True)
     except ValueError as error:
-        log(Decision(host, port, str(error)))
+        log(Decision(host, port, str(error), kind="tls"))
         client.settimeout(HEAD_SECONDS)
         client.sendall(UNNAMED_ALERT)
         raise Answer(0, "") from None
@@ -850,7 +874,10 @@ def kind_of(data: bytes) -> str:
 
 
 def first_bytes(client: socket.socket, server: socket.socket, data: bytes) -> tuple[str, bytes]:
-    """What the client begins with, kept back until its kind is known. Raises OSError, also when it stops."""
+    """What the client begins with, kept back until its kind is known.
+
+    Raises OSError, also when it stops.
+    """
     poll = select.poll()
     poll.register(client, select.POLLIN)
     poll.register(server, select.POLLIN)
@@ -1012,7 +1039,7 @@ def extensions_of(fields: Reader) -> Iterator[tuple[int, bytes]]:
 
 
 def server_name(hello: bytes) -> str:
-    """The host a ClientHello names (RFC 8446, 4.1.2 and RFC 6066, 3), or nothing. Raises ValueError."""
+    """The host a ClientHello names (RFC 8446, 4.1.2, and RFC 6066, 3), or ''. Raises ValueError."""
     fields = Reader(hello)
     fields.take(34)
     for size in (1, 2, 1):
@@ -1075,7 +1102,10 @@ def say(client: socket.socket, answer: Answer) -> None:
 
 
 def hang_up(client: socket.socket) -> None:
-    """End so that the client can read all that was sent: closing with unread bytes would reset the connection."""
+    """End so that the client can read all that was sent.
+
+    Closing with unread bytes would reset the connection.
+    """
     client.shutdown(socket.SHUT_WR)
     deadline = time.monotonic() + LINGER_SECONDS
     while receive(client, deadline):
@@ -1231,7 +1261,10 @@ def keep_handing_over(link: socket.socket) -> None:
 
 
 def hand_over() -> socket.socket:
-    """Give a new listener away; the connection lives as long as the proxy serves it. Raises OSError."""
+    """Give a new listener away; the connection lives as long as the proxy serves it.
+
+    Raises OSError.
+    """
     link = socket.socket(socket.AF_UNIX)
     try:
         link.settimeout(GATE_SECONDS)

@@ -29,12 +29,13 @@ const OTHERS = "*"; // the hosts for which a line of their own was not kept
 const bracketed = (host) => (host.includes(":") ? `[${host}]` : host);
 const ruleFor = (host, port) => bracketed(host) + ([443, 80].includes(port) ? "" : `:${port}`);
 
-/** The rule that lets a refused host through, "" where another one has to go first. */
-function remedy({ host, port, rule, reason = "" }) {
-  if (host === OTHERS) return "";
+const BEYOND_RULES = ["rules", "host", "tls"]; // kinds of refusal that no further rule takes back
+
+/** The rule that lets a refused host through, "" where there is none, or another has to go first. */
+function remedy({ host, port, rule, kind, address }) {
+  if (host === OTHERS || BEYOND_RULES.includes(kind)) return "";
   if (rule) return rule.startsWith("*.") ? "" : rule; // a rule denies it: turn that one round
-  const address = reason.match(/^it is at (\S+), which is no public address/)?.[1];
-  return ruleFor(address ?? host, port);
+  return ruleFor(address ?? host, port); // the address is what lacks a rule, where there is one
 }
 
 /** A host and port, with what was decided about it. */

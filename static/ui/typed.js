@@ -100,5 +100,5 @@ const agent = fitted({ name: shown, title: shown, events: shown }, "name");
 export const profiles = fitted({ profiles: each(profile), agentDetails: each(agent),
   directory: shown }, "directory");
 const DECISION = fitted({ host: shown, port: amount, verdict: shown, rule: shown, reason: shown,
-  time: shown, first: shown, count: amount }, "host");
+  time: shown, first: shown, count: amount, kind: shown, address: shown }, "host");
 export const decision = (value) => ({ host: "", time: "", ...DECISION(value) });
