@@ -433,7 +433,7 @@ def named_together(tree: ast.AST, function: str = "") -> Iterator[tuple[str, lis
                 words = [item.value for item in node.elts if isinstance(item, ast.Constant)]
             case ast.Dict():
                 words = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-            case ast.Call():
+            case ast.Call(func=ast.Name(id="dict" | "fields")):  # which take any names
                 words = [keyword.arg for keyword in node.keywords]
             case ast.Constant(value=str(text)) if all(map(str.isidentifier, text.split())):
                 words = [*text.split()]
@@ -449,8 +449,9 @@ def test_keys_are_listed_in_their_table_only() -> None:
     found = list(itertools.chain.from_iterable(map(named_together, trees)))
     assert {function for function, _ in found} <= OF_ANOTHER_TABLE, found
     # and the table itself would be seen
-    assert list(named_together(ast.parse('X = {"memory": 1, "cpus": 2}\nY = "memory cpus"')))
-
+    for text in ('X = {"memory": 1, "cpus": 2}', 'X = ["memory", "cpus"]', 'X = "memory cpus"',
+                 "dict(memory=1, cpus=2)", "fields(data, memory=str, cpus=str)"):
+        assert list(named_together(ast.parse(text))) == [("", ["memory", "cpus"])]
 
 
 # --- Modules: what sandbox_web uses of sandbox is listed at its top ---
