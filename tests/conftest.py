@@ -324,14 +324,16 @@ def area() -> Iterator[Path]:
     if os.geteuid() != 0:
         pytest.fail(
             "the engine tests need root: they run rootful engines and switch to the user sandbox-test")
-    prepare = subprocess.run([ROOT / "tests" / "prepare"], capture_output=True, text=True,
-                             timeout=1800)
-    if prepare.returncode != 0:
-        pytest.fail(f"tests/prepare failed:\n{prepare.stdout}{prepare.stderr}")
-    area = Path("/tmp", f"sandbox-test-{TOKEN}")
-    area.mkdir()
-    area.chmod(0o755)
-    copy_code(area / "app")
+    with open("/run/sandbox-test.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other parts do the same; it goes with the file
+        prepare = subprocess.run([ROOT / "tests" / "prepare"], capture_output=True, text=True,
+                                 timeout=1800)
+        if prepare.returncode != 0:
+            pytest.fail(f"tests/prepare failed:\n{prepare.stdout}{prepare.stderr}")
+        area = Path("/tmp", f"sandbox-test-{TOKEN}")
+        area.mkdir()
+        area.chmod(0o755)
+        copy_code(area / "app")
     yield area
     shutil.rmtree(area)
 
@@ -358,6 +360,28 @@ def copy_code(app: Path) -> None:
 
 
 ENGINES = ("docker", "podman", "rootless")
+PARTS = ("docker", "podman", "web")
+WEB = ("test_browser", "test_jobs", "test_web", "test_websocket")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=PARTS, help="run what belongs to one part: see run.py")
+
+
+def part_of(item: pytest.Item) -> str:
+    """The one part of a test. What needs no engine waits for little: it goes with docker's."""
+    assert isinstance(item, pytest.Function)
+    on = item.callspec.params.get("engine", "docker") if hasattr(item, "callspec") else "docker"
+    if on != "docker":
+        return "podman"
+    return "web" if item.module.__name__ in WEB else "docker"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if wanted := config.getoption("part"):
+        others = [item for item in items if part_of(item) != wanted]
+        items[:] = [item for item in items if part_of(item) == wanted]
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -433,6 +433,7 @@ def variants(engine: Engine) -> Iterator[None]:
     "image, message",
     [(NO_PROGRAM, f"this image has no {PROGRAM}: build it again"),
      (BROKEN, "network proxy does not take port 3128")],
+    ids=["none", "broken"],
 )
 def test_without_a_proxy_no_session(
     engine: Engine, project: Path, home: Path, variants: None, name: str, image: str, message: str
