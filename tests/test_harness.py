@@ -1,4 +1,4 @@
-"""The harness itself: what starts the tests does not change what they see, and the parts of a run."""
+"""The harness itself: what starts the tests changes nothing for them, and the parts of a run."""
 
 import signal
 import subprocess
@@ -27,7 +27,8 @@ def ignore_and_block() -> None:
 def test_what_tests_start_hears_every_signal() -> None:
     argv = [sys.executable, "-c", STATUS]
     answer = subprocess.run(
-        argv, cwd=ROOT / "tests", preexec_fn=ignore_and_block, capture_output=True, text=True, timeout=60
+        argv, cwd=ROOT / "tests", preexec_fn=ignore_and_block, capture_output=True, text=True,
+        timeout=60,
     )
     assert answer.stdout.split() == ["SigBlk:", "0" * 16, "SigIgn:", "0" * 16], answer
 
