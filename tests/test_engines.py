@@ -93,7 +93,8 @@ def test_two_projects_of_one_name_never_share_a_container(engine: Engine, home: 
 
 def test_a_container_that_is_not_ours_is_never_touched(engine: Engine, project: Path,
                                                        name: str) -> None:
-    engine.run("run", "-d", "--name", name, IMAGE, "sleep", "1000")
+    # With an init, because podman waits ten seconds for a first process that ignores SIGTERM.
+    engine.run("run", "-d", "--init", "--name", name, IMAGE, "sleep", "1000")
     try:
         before = inspect(engine, name)["State"]
         for command in (("run", "-n", name, "-x", "true"), ("rm", name)):

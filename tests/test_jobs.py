@@ -501,6 +501,8 @@ def test_foreign_containers_with_our_labels_are_listed_as_broken(
     for label, other in names.items():
         path = f"/api/sessions/{other}"
         assert service.get(path).json["state"] == "broken", label
+        if engine.id != "docker" and label != next(iter(FOREIGN)):
+            continue  # an engine has given the labels: what is then refused is one thing for all
         statuses = {}
         for end, method, body in FOR_WHOLE_ONES:
             reply = service.post(f"{path}/{end}", body, method)
