@@ -59,8 +59,8 @@ class Part(threading.Thread):
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGINT)
 
-    def kill(self) -> None:
-        """Give it the time to clean up."""
+    def end(self) -> None:
+        """Let it clean up, but not for ever."""
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -69,17 +69,18 @@ class Part(threading.Thread):
 
 def main(options: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    parts = [Part(name, options) for name in PARTS]
+    parts: list[Part] = []
     try:
-        for part in parts:
-            part.start()
+        for name in PARTS:
+            parts.append(Part(name, options))
+            parts[-1].start()
         for part in parts:
             part.join()
     except KeyboardInterrupt:
         for part in parts:
             part.interrupt()
         for part in parts:
-            part.kill()
+            part.end()
         return 130
     print(*(part.summary() for part in parts), sep="\n")
     return int(any(part.process.returncode for part in parts))
