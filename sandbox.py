@@ -33,7 +33,6 @@ IMAGE_NAME = "localhost/sandbox"
 IMAGE_VERSION = "1.0-common"
 BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
-PIDS_LIMIT = 4096
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
@@ -41,7 +40,6 @@ FULL_BYTES = 50_000_000
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
 RESIZE_AGAIN_SECONDS = 0.5
 ENVIRONMENT_BYTES = 128 * 1024 - 16  # the kernel's limit for one string of an environment
-MINIMUM_VERSION = {"docker": (20, 10), "podman": (4, 0)}
 MASK = "<masked>"
 
 # What apt and sudo need inside the container; everything else is dropped.
@@ -50,12 +48,12 @@ CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGI
 # Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. The
 # environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
 # The first command after a start of the container starts the autostart script: a client that is
-# killed loses nothing. Whose it is, is decided by a directory that is named after the time at which
-# the container started. The script is detached by two setsid, of which the second leads a group and
-# therefore forks: `&` would make it ignore SIGINT. In a job that is the script itself
-# SANDBOX_AUTOSTART is `job`. The last thing is to note that the command begins: has_begun() looks
-# for that. Where the disk is full the notes are emptied, after which nobody can say that a command
-# has not begun.
+# killed loses nothing. Which command is the first one is decided by who makes a directory that is
+# named after the time at which the container started. Two setsid detach the script: the second one
+# leads a process group and therefore forks. `&` would make the script ignore SIGINT.
+# SANDBOX_AUTOSTART is `job` where the command itself is the autostart script. At the end a note is
+# written that the command begins, for has_begun(). On a full disk the notes are emptied: then
+# nobody can claim that a command has not begun.
 EXEC_SCRIPT = """\
 n=0
 until [ -e /run/sandbox-ready ]; do
@@ -89,29 +87,79 @@ SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
 
 
 class Agent:
-    """A coding agent: its program, its `-y` shortcuts, and the arguments of its modes."""
+    """A coding agent: all that is known of it, but for its package (static/image/) and the reader
+    of its events (static/ui/events.js).
 
-    def __init__(self, program: str, shortcuts: str, yolo: str, resume: str,
-                 env: Mapping[str, str]) -> None:
-        self.program = program
-        self.shortcuts = shortcuts.split()
+    It is started as `program` with the arguments of a mode. `prompt` is how it answers one prompt
+    without a terminal: with JSON events as they come, in a conversation that goes on (all begin
+    one where there is none). A prompt that begins with a dash is no option there, and stdin is
+    empty, for some read it to its end first.
+    `env` goes to all that runs in a session, `yolo_env` where the agent is the session's, and
+    `version_env` makes it tell its version sooner. `init` takes the credentials in `files` (below
+    the home directory, each with the option of its mount), which the variable `moved` has moved
+    where it is set, and in `variables`. `turn`: the events that a turn, or a step of it, begins
+    and ends with, and the fields that hold the conversation's id and what was used.
+    """
+
+    def __init__(self, program: str, title: str, shortcuts: str = "", *, yolo: str = "",
+                 resume: str, prompt: str, env: Mapping[str, str] = {},
+                 yolo_env: Mapping[str, str] = {}, version_env: Mapping[str, str] = {},
+                 files: str = "", moved: str = "", variables: str = "", turn: str = "",
+                 events: str = "") -> None:
+        self.program, self.title = program, title
+        self.shortcuts = [*shortcuts.split(), program]
         self.yolo = [program, *yolo.split()]
         self.resume = resume.split()
-        self.env = env
+        self.prompt = f"{program} {prompt}"
+        self.env, self.yolo_env, self.version_env = env, yolo_env, version_env
+        self.files, self.moved, self.variables = files.split(), moved, variables.split()
+        self.turn = turn.split()
+        self.events = events or program  # the name of their reader
+
+    def host_file(self, path: str) -> str:
+        """Where a file below the home directory is on this machine."""
+        moved = os.environ.get(self.moved)
+        if moved:
+            return os.path.join(os.path.abspath(moved), path.partition("/")[2])
+        return os.path.expanduser(f"~/{path}")
 
 
-AGENTS = {
-    "claude": Agent("claude", "c cc agent-a claude", "--dangerously-skip-permissions", "-c",
-                    {"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"}),
-    "gemini": Agent("gemini", "gm g agent-b gemini", "--yolo", "-r",
-                    {"GEMINI_CLI_TRUST_WORKSPACE": "true"}),
-    "codex": Agent("codex", "cx agent-c codex", "--dangerously-bypass-approvals-and-sandbox",
-                   "resume --last", {}),
-    "opencode": Agent("opencode", "oc agent-d opencode", "", "-c",
-                      {"OPENCODE_DISABLE_AUTOUPDATE": "true"}),
-}
+AGENTS = {agent.program: agent for agent in (
+    Agent("claude", "Claude Code", "c cc agent-a", yolo="--dangerously-skip-permissions",
+          resume="-c",
+          prompt="-p --continue --output-format stream-json --verbose --include-partial-messages"
+                 " --dangerously-skip-permissions -- {prompt}",
+          env={"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"},
+          files=".claude/.credentials.json", moved="CLAUDE_CONFIG_DIR",
+          variables="ANTHROPIC_BASE_URL ANTHROPIC_AUTH_TOKEN ANTHROPIC_API_KEY"
+                    " CLAUDE_CODE_OAUTH_TOKEN ANTHROPIC_MODEL ANTHROPIC_DEFAULT_OPUS_MODEL"
+                    " ANTHROPIC_DEFAULT_SONNET_MODEL ANTHROPIC_DEFAULT_HAIKU_MODEL"
+                    " CLAUDE_CODE_SUBAGENT_MODEL",
+          turn="system result session_id usage"),
+    Agent("gemini", "Gemini CLI", "gm g agent-b", yolo="--yolo", resume="-r",
+          prompt="--prompt={prompt} --resume latest --output-format stream-json --yolo",
+          env={"GEMINI_CLI_TRUST_WORKSPACE": "true"},
+          version_env={"GEMINI_CLI_NO_RELAUNCH": "true"},  # or it starts itself twice
+          files=".gemini/oauth_creds.json .gemini/google_accounts.json .gemini/settings.json:ro",
+          variables="GEMINI_API_KEY GEMINI_MODEL GOOGLE_GEMINI_BASE_URL GOOGLE_API_KEY"
+                    " GOOGLE_CLOUD_PROJECT",
+          turn="init result session_id stats"),
+    Agent("codex", "Codex", "cx agent-c", yolo="--dangerously-bypass-approvals-and-sandbox",
+          resume="resume --last",
+          prompt="exec resume --last --json --skip-git-repo-check"
+                 " --dangerously-bypass-approvals-and-sandbox -- {prompt}",
+          files=".codex/auth.json .codex/config.toml:ro", moved="CODEX_HOME",
+          variables="OPENAI_API_KEY OPENAI_BASE_URL",
+          turn="turn.started turn.completed thread_id usage"),
+    Agent("opencode", "OpenCode", "oc agent-d", resume="-c",
+          prompt="run --continue --format json -- {prompt}",
+          env={"OPENCODE_DISABLE_AUTOUPDATE": "true"},
+          yolo_env={"OPENCODE_PERMISSION": '{"*":"allow"}'},
+          files=".local/share/opencode/auth.json .config/opencode/opencode.json:ro",
+          variables="OPENCODE_API_KEY OPENCODE_CONFIG_CONTENT",
+          turn="step_start step_finish sessionID part.tokens"),
+)}
 SHORTCUTS = {shortcut: name for name, agent in AGENTS.items() for shortcut in agent.shortcuts}
-OPENCODE_YOLO = {"OPENCODE_PERMISSION": '{"*":"allow"}'}
 
 
 class SandboxError(Exception):
@@ -286,7 +334,7 @@ def unquote_env(name: str, rest: str) -> str:
     mark, value, at = rest[0], "", 1
     while at < len(rest) and rest[at] != mark:
         escaped = rest[at + 1 : at + 2] if mark == '"' and rest[at] == "\\" else ""
-        # bash uses these two internally, and reads them wrongly here
+        # bash marks its own quoting with these two characters, so it would read another value.
         if escaped in ("\x01", "\x7f"):
             raise ValueError(f"the value of {name} has a backslash before a control character")
         if escaped and escaped in '"\\$`':
@@ -347,16 +395,17 @@ def a_word(value: Any) -> str:
     return str(value)
 
 
-def matching(pattern: str, what: str, numbers: bool = False) -> Callable[[Any], str]:
-    """A check for a string of a pattern, which a number's digits may be, too."""
+def matching(pattern: str, what: str, *, numbers: bool = False,
+             then: Callable[[str], Any] = str) -> Callable[[Any], Any]:
+    """A check for a string of a pattern, which a number's digits may be, too; `then` normalises."""
 
-    def check(value: Any) -> str:
+    def check(value: Any) -> Any:
         import re
 
         text = str(value) if numbers and type(value) in (int, float) else value
         if not is_text(text) or not re.fullmatch(pattern, text, re.ASCII | re.DOTALL):
             raise ValueError(f"{value!r} is not {what}")
-        return str(text)
+        return then(text)
 
     return check
 
@@ -431,30 +480,48 @@ def a_command(value: Any) -> str | list[str]:
 
 
 def a_rule(value: Any) -> str:
-    """`<host>[:<port>]` in lower case: a name, `*.` and a name, or an address; without a port it means 443 and 80."""
+    """`<host>[:<port>]` in its one form: a name, `*.` and a name, or an address.
+
+    Without a port it means 443 and 80. Rule in static/image/proxy.py, a program of its own, takes
+    the same texts and means the same by them.
+    """
     import re
 
-    what = "<host>[:<port>]: a name, *.name for what is below it, or an address; no http://, no path"
-    text = a_string(value).lower()
-    text = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
-    label = r"[a-z0-9_]([\w-]{0,61}\w)?"
-    found = re.fullmatch(rf"(\[[0-9a-f:.]+\]|(?:\*\.)?{label}(?:\.{label})*)\.?(?::0*([1-9]\d*))?",
-                         text, re.ASCII)
-    host, port = (canonical_host(found[1]), found.groups()[-1]) if found else ("", None)
-    if not host or int(port or 1) > 65535:
-        raise ValueError(f"{value!r} is not {what}")
-    return f"{host}:{port}" if port else host
+    text = a_string(value)
+    bare = text.count(":") > 1 and not text.startswith("[")  # an IPv6 address without its brackets
+    found = re.fullmatch(r"(\*\.)?(?:\[(.*:.*)\]|([^:]*))(?::([0-9]{1,5}))?",
+                         f"[{text}]" if bare else text)
+    below, address, name, port = found.groups("") if found else ("", "", "", "")
+    host = canonical_host(address or name)
+    if not host or not 0 < int(port or 1) < 65536 or (below and is_address(host)):
+        raise ValueError(f"{value!r} is not <host>[:<port>]: a name, *.name for what is below it, "
+                         "or an address; no http://, no path")
+    host = f"[{host}]" if ":" in host else host
+    return below + host + (f":{int(port)}" if port else "")
 
 
-def canonical_host(host: str) -> str:
-    """A name, or an address written the one way; '' for what is neither, as `127.1` and `0x7f.1`."""
-    if not host.startswith("[") and not host.rpartition(".")[2][:1].isdigit():
-        return host if len(host) < 254 else ""
-    import ipaddress
+def is_address(host: str) -> bool:
+    """Whether a host is to be an address: with such a last label C libraries read a name as one."""
+    import re
 
-    with suppress(ValueError):
-        address = ipaddress.ip_address(host.strip("[]"))
-        return f"[{address}]" if address.version == 6 else str(address)
+    return ":" in host or bool(re.fullmatch(r"[0-9]+|0x[0-9a-f]*", host.rpartition(".")[2]))
+
+
+def canonical_host(text: str) -> str:
+    """A name or an address written the one way, '' for what is neither, as `127.1` and `0x7f.1`."""
+    import re
+
+    host = text.removesuffix(".").lower() if text.isascii() else ""
+    if not is_address(host):
+        label = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+        named = len(host) < 254 and re.fullmatch(rf"{label}(\.{label})*", host)
+        return host if named else ""
+    from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
+
+    with suppress(OSError):
+        data = inet_pton(AF_INET6 if ":" in host else AF_INET, host)
+        data = data[12:] if data[:12] == bytes(10) + b"\xff\xff" else data
+        return inet_ntop(AF_INET if len(data) == 4 else AF_INET6, data)
     return ""
 
 
@@ -478,35 +545,26 @@ an_image_name = matching(
                          "an image name: lower case, without a version (that is imageVersion)")
 an_image_version = matching(r"\d+(\.\d+)*-[\w.-]{1,80}",
                             f"<version>-<variant>, for example {IMAGE_VERSION}")
-a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m or 4g")
 a_number = matching(r"(?=.*[1-9])\d{0,5}(\.\d{0,3})?", "a number of CPUs such as 2 or 1.5",
                     numbers=True)
-a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True)
+a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m or 4g",
+                  then=str.lower)
+a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True, then=int)
 a_build_argument = matching(r"[A-Za-z_]\w*=.*", "<NAME>=<value>")
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
-a_host = matching(r"\[?[\w.:-]+\]?", "a host name")
 
 
-LISTS: dict[str, Callable[[Any], Any]] = {
-    "envFile": an_absolute_path, "volumes": a_volume, "ports": a_port,
-    "imageBuildArgs": a_build_argument,
-    "allowedHosts": lambda value: a_host(value).lower().strip("[]"),
-}
-SCALARS: dict[str, Callable[[Any], Any]] = {
-    "runtime": one_of(("docker", "podman"), "an engine"), "containerName": a_name,
-    "hostPath": an_absolute_path,
-    "containerPath": an_absolute_path, "imageName": an_image_name, "imageVersion": an_image_version,
-    "yolo": a_shortcut, "command": a_command, "memory": lambda value: a_size(value).lower(),
-    "cpus": a_number,
-    "pidsLimit": lambda value: int(a_count(value)), "network": a_network, "autostart": a_string,
-    "agentPromptCommand": a_prompt_template, "serverUser": a_word, "serverPass": a_word,
-}
-KEYS = (*SCALARS, *LISTS, "env")
-# each says what to start: the higher layer's counts
-EXCLUSIVE = {"yolo": "command", "command": "yolo"}
+def an_engine(value: Any) -> str:
+    name: str = one_of(ENGINES, "an engine")(value)
+    return name
 
 
-def check_env(value: Any) -> dict[str, str]:
+def a_host(value: Any) -> str:
+    text: str = matching(r"\[?[\w.:-]+\]?", "a host name")(value)
+    return text.lower().strip("[]")
+
+
+def an_environment(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise ValueError("it is not an object of names and strings")
     for name, text in value.items():
@@ -516,69 +574,166 @@ def check_env(value: Any) -> dict[str, str]:
     return value
 
 
-def check_value(key: str, value: Any) -> Any:
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
+
+
+class Key:
+    """A key of the configuration. All that is known of it in general is its row in KEYS.
+
+    `check` is of the value, and of a list for each item. `kind` is scalar, list or object: of a
+    scalar the value of the highest layer counts, lists are appended, and `env` is merged by its
+    names. The commands in `of` have an option with these `flags` (`config` has those of `run`).
+    `variable`, of our environment, counts less than the file, or more (`above_file`).
+    What is `fixed` is what a session is created from: to change it takes a new container. It is in
+    the session's specification by its name, or as a part of another field (`part_of`). `limit` is
+    what engines call it. `excludes` names the key that does not go together with it: of
+    the two the one of the higher layer counts. A `setting` may be made for one session.
+    """
+
+    def __init__(self, name: str, check: Callable[[Any], Any], flags: str = "", metavar: str = "",
+                 help: str = "", *, kind: str = "scalar", of: str = "run", default: Any = None,
+                 variable: str = "", above_file: bool = False, fixed: bool = False,
+                 part_of: str = "", limit: str = "", excludes: str = "", secret: bool = False,
+                 setting: bool = False) -> None:
+        self.name, self.check, self.kind, self.default = name, check, kind, default
+        self.flags, self.metavar, self.help, self.of = flags.split(), metavar, help, of.split()
+        self.variable, self.above_file = variable, above_file
+        self.fixed, self.part_of, self.limit = fixed, part_of, limit
+        self.excludes, self.secret, self.setting = excludes, secret, setting
+
+    def option(self) -> dict[str, Any]:
+        """What argparse wants to know of its option."""
+        if self.kind == "scalar":
+            default = "" if self.default is None else f"; default: {self.default}"
+            help = self.help.replace("{engines}", " or ".join(ENGINES))
+            return {"metavar": self.metavar, "help": help + default}
+        return REPEATED | {"metavar": self.metavar, "help": f"{self.help}; repeatable"}
+
+
+KEYS = {key.name: key for key in (
+    Key("yolo", a_shortcut, "-y --yolo", "AGENT",
+        "start an agent that asks for no permission: "
+        + ", ".join(agent.shortcuts[0] for agent in AGENTS.values()), excludes="command"),
+    Key("command", a_command, "-x", "COMMAND ...",
+        "run this instead: one string for a shell, or words up to the end of the line",
+        excludes="yolo"),
+    Key("containerName", a_name, "-n --name", "NAME",
+        "container name; default: made from the directory's"),
+    Key("hostPath", an_absolute_path, "--hp --host-path", "DIR",
+        "host directory to mount; default: the current one", fixed=True, part_of="directory"),
+    Key("containerPath", an_absolute_path, "--cp --container-path", "DIR",
+        "where it is mounted; default: same path", fixed=True, part_of="workdir"),
+    Key("volumes", a_volume, "-v --volume", "HOST:CONTAINER[:ro|z|Z]", "another mount",
+        kind="list", fixed=True),
+    Key("ports", a_port, "-p --port", "[IP:]HOST:CONTAINER",
+        "publish a port, on 127.0.0.1 unless an address is given", kind="list", fixed=True),
+    Key("env", an_environment, "-e --env", "NAME[=VALUE]",
+        "a variable, by name alone with the value it has here", kind="object", setting=True),
+    Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file, absolute path",
+        kind="list"),
+    Key("imageVersion", an_image_version, "--iv --image-version", "VERSION",
+        "version of the image", of="run build", default=IMAGE_VERSION, fixed=True,
+        part_of="image"),
+    Key("imageName", an_image_name, "--in --image-name", "NAME", "image name", of="run build",
+        default=IMAGE_NAME, fixed=True, part_of="image"),
+    Key("imageBuildArgs", a_build_argument, "--iba --image-build-arg", "NAME=VALUE",
+        "build argument, for example TOOL=common, TOOL=full, TOOL=go,rust", kind="list",
+        of="build"),
+    Key("memory", a_size, "--memory", "SIZE", "memory limit, for example 4g", fixed=True,
+        limit="memory"),
+    Key("cpus", a_number, "--cpus", "NUMBER", "CPU limit, for example 1.5", fixed=True,
+        limit="cpus"),
+    Key("pidsLimit", a_count, "--pids-limit", "COUNT", "limit of processes", default=4096,
+        fixed=True, limit="pids-limit"),
+    Key("network", a_network, "--net --network", "MODE", "open, none or host", default="open",
+        fixed=True, setting=True),
+    Key("autostart", a_string, setting=True),
+    Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
+        default="admin", variable="SANDBOX_SERVER_USER"),
+    Key("serverPass", a_word, "-P --password", "PASSWORD",
+        "its password; default: a random one, printed", of="serve",
+        variable="SANDBOX_SERVER_PASS", secret=True),
+    Key("allowedHosts", a_host, "--allow-host", "NAME", "a name that the service is reached by",
+        kind="list", of="serve"),
+    Key("runtime", an_engine, "--rt --runtime", "ENGINE",
+        "{engines}; default: the first that answers",
+        of="run ps rm net prune build doctor serve", variable="SANDBOX_RUNTIME", above_file=True),
+)}
+
+
+def check_value(name: str, value: Any) -> Any:
     """The normalised value of a key. Raises ValueError with reason and remedy."""
-    if key == "env":
-        return check_env(value)
-    if key in SCALARS:
-        return SCALARS[key](value)
+    key = KEYS[name]
+    if key.kind != "list":
+        return key.check(value)
     if not isinstance(value, list):
         raise ValueError("it is not an array of strings")
-    return [LISTS[key](item) for item in value]
+    return [key.check(item) for item in value]
 
 
 # --- Layers ---
 
 
 class Layer:
-    """Checked values of one origin; `where` names the place of a key, as a prefix or, for flags, from a table."""
+    """Checked values of one origin.
 
-    def __init__(self, values: Mapping[str, Any], where: str | Mapping[str, str],
-                 code: int = 1) -> None:
-        self.where = where
-        self.extends = not isinstance(where, str)  # flags add to an allowlist
+    `origin` says what it is: default, environment, file, profile, created (what was given when the
+    session was created), settings (made for it later), flags, request (of the web service), or
+    check for values of which nothing but the check is wanted. A key's place, for people, is in
+    `places`, or the key itself behind `prefix`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], origin: str, prefix: str = "", code: int = 1, *,
+                 places: Mapping[str, str] | None = None) -> None:
+        self.origin, self.prefix, self.places = origin, prefix, places or {}
         self.values: dict[str, Any] = {}
-        for key, value in values.items():
-            if key not in KEYS:
-                raise SandboxError(f"{self.source(key)}: unknown key{nearest(key, KEYS)}",
+        for name, value in values.items():
+            place = self.source(name)
+            if name not in KEYS:
+                raise SandboxError(f"{place}: unknown key{nearest(name, KEYS)}",
                                    f"the keys are {', '.join(KEYS)}", code)
-            if EXCLUSIVE.get(key) in self.values:
-                raise SandboxError(f"{self.source(key)}: not together with {EXCLUSIVE[key]}",
+            if KEYS[name].excludes in self.values:
+                raise SandboxError(f"{place}: not together with {KEYS[name].excludes}",
                                    "keep one of them", code)
             try:
-                self.values[key] = check_value(key, value)
+                self.values[name] = check_value(name, value)
             except ValueError as error:
-                raise SandboxError(f"{self.source(key)}: {error}", code=code) from None
+                raise SandboxError(f"{place}: {error}", code=code) from None
 
-    def source(self, key: str) -> str:
-        return self.where + key if isinstance(self.where, str) else self.where.get(key, key)
+    def source(self, name: str) -> str:
+        return self.places.get(name, self.prefix + name)
+
+
+ADDING = ("created", "flags", "request")  # the layers whose rules add to those of an allowlist
 
 
 def merge(layers: Sequence[Layer]) -> dict[str, list[tuple[Any, str]]]:
     """Effective settings, lowest layer first: a scalar is the last item of its list, lists are appended."""
     merged: dict[str, list[tuple[Any, str]]] = {}
     for layer in layers:
-        for key, value in layer.values.items():
-            if key in EXCLUSIVE:
-                merged.pop(EXCLUSIVE[key], None)
-            if key in LISTS:
-                merged.setdefault(key, []).extend((item, layer.source(key)) for item in value)
-            elif key != "env":
-                below = merged[key][-1][0] if key == "network" and layer.extends and key in merged else None
-                value = with_rules(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
-                merged[key] = [(value, layer.source(key))]
+        for name, value in layer.values.items():
+            key, source = KEYS[name], layer.source(name)
+            merged.pop(key.excludes, None)
+            if key.kind == "list":
+                merged.setdefault(name, []).extend((item, source) for item in value)
+            elif key.kind == "scalar":
+                if name == "network" and layer.origin in ADDING and name in merged:
+                    value = with_rules(merged[name][-1][0], value)
+                merged[name] = [(value, source)]
     return merged
 
 
-def with_rules(network: Mapping[str, list[str]],
-               more: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """An allowlist with more rules: what is allowed is no longer denied, and the other way round."""
+def with_rules(network: Any, more: Any) -> Any:
+    """An allowlist with more rules: what is allowed is no longer denied, and the other way round.
+
+    Where not both are an allowlist, `more` counts alone.
+    """
+    if not (isinstance(network, dict) and isinstance(more, dict)):
+        return more
     allow, deny = ([*network.get(key, ()), *more.get(key, ())] for key in ("allow", "deny"))
-    rules: dict[str, list[str]] = a_network({"allow": [rule for rule in allow
-                                                       if rule not in more.get("deny", ())],
-                                             "deny": [rule for rule in deny
-                                                      if rule not in more.get("allow", ())]})
-    return rules
+    return a_network({"allow": [rule for rule in allow if rule not in more.get("deny", ())],
+                      "deny": [rule for rule in deny if rule not in more.get("allow", ())]})
 
 
 def merge_env(layers: Sequence[Layer],
@@ -590,8 +745,8 @@ def merge_env(layers: Sequence[Layer],
             env.update((n, (v, f"{path}:{line}")) for n, (v, line) in read(path).items())
     for layer in layers:
         for name, value in layer.values.get("env", {}).items():
-            env[name] = (value,
-                         f"{layer.source('env')}.{name}" if isinstance(layer.where, str) else "-e")
+            source = layer.source("env")
+            env[name] = (value, source if layer.origin == "flags" else f"{source}.{name}")
     return env
 
 
@@ -690,32 +845,39 @@ def profile_layer(data: Mapping[str, Any], name: str) -> Layer:
         raise SandboxError(f"no run profile {name!r}{nearest(name, runs)}", hint)
     if not isinstance(runs[name], dict):
         raise SandboxError(f"{config_path()}: runs.{name} is not an object")
-    return Layer(runs[name], f"{config_path()}: runs.{name}.")
+    return Layer(runs[name], "profile", f"{config_path()}: runs.{name}.")
 
 
-def environ_layer(names: Mapping[str, str]) -> Layer:
-    """Values from our own environment: names maps a key to its variable."""
-    found = {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
-    return Layer(found, {key: f"${name}" for key, name in names.items()})
+def environ_layer(*, above_file: bool) -> Layer:
+    """The keys that our own environment has, of those that count more than the file, or less."""
+    variables = {key.name: key.variable for key in KEYS.values()
+                 if key.variable and key.above_file == above_file}
+    found = {name: os.environ[variable] for name, variable in variables.items()
+             if os.environ.get(variable)}
+    return Layer(found, "environment",
+                 places={name: f"${variable}" for name, variable in variables.items()})
 
 
-def load_config(flags: Layer, profile: str | None = None, session: Sequence[Layer] = (),
-                data: Mapping[str, Any] | None = None) -> Config:
+def default_layer() -> Layer:
+    values = {key.name: key.default for key in KEYS.values() if key.default is not None}
+    # Only `run` needs the current directory, and says that it is gone.
+    with suppress(SandboxError):
+        values["hostPath"] = current_directory()
+    return Layer(values, "default", places=dict.fromkeys(values, "default"))
+
+
+def load_config(flags: Layer | None = None, profile: str | None = None,
+                session: Sequence[Layer] = (), data: Mapping[str, Any] | None = None) -> Config:
     """Resolve all layers; `session` are those of an existing one: see session_config()."""
     data = read_config() if data is None else data
-    defaults: dict[str, Any] = {"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION,
-                                "pidsLimit": PIDS_LIMIT,
-                                "network": "open", "serverUser": "admin"}
-    with suppress(SandboxError):  # that it is gone matters to run alone
-        defaults["hostPath"] = current_directory()
     layers = [
-        Layer(defaults, dict.fromkeys(defaults, "default")),
-        environ_layer({"serverUser": "SANDBOX_SERVER_USER", "serverPass": "SANDBOX_SERVER_PASS"}),
-        Layer({k: v for k, v in data.items() if k != "runs"}, f"{config_path()}: "),
+        default_layer(),
+        environ_layer(above_file=False),
+        Layer({k: v for k, v in data.items() if k != "runs"}, "file", f"{config_path()}: "),
         *([] if profile is None else [profile_layer(data, profile)]),
-        environ_layer({"runtime": "SANDBOX_RUNTIME"}),
+        environ_layer(above_file=True),
         *session,
-        flags,
+        *([flags] if flags else []),
     ]
     return Config(layers, profile or "")
 
@@ -756,7 +918,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
 
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
-    # not SIGHUP: nohup means the child, too
+    # Under nohup SIGHUP stays ignored: the person wants that for the child as well.
     reset = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE]
     reset += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in (fds or {}).items()]
@@ -765,7 +927,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
                            setsigdef=reset, **group)
 
 
-def status_of(pid: int) -> int:
+def wait_for(pid: int) -> int:
     """Wait for a process: its exit status, or 128+n when signal n ended it."""
     return exit_status(os.waitpid(pid, 0)[1])
 
@@ -791,7 +953,7 @@ def end_on_signals() -> None:
 def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int = 2) -> int:
     """Run argv with its output on our stderr, or `output`. Raises SandboxError when there is no such program."""
     try:
-        return status_of(spawn(argv, env=env, fds={1: output}))
+        return wait_for(spawn(argv, env=env, fds={1: output}))
     except FileNotFoundError:
         raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}") from None
 
@@ -871,7 +1033,7 @@ class Output:
             self.left_ms()
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 0.05)
-        return status_of(self.pid)
+        return wait_for(self.pid)
 
     def left_ms(self) -> float | None:
         """Milliseconds up to the deadline. Raises EngineProblem when it has passed."""
@@ -889,7 +1051,7 @@ class Output:
 
     def end(self, number: int) -> None:
         self.kill(number)
-        status_of(self.pid)
+        wait_for(self.pid)
 
     def kill(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -927,7 +1089,7 @@ class Step:
             say(self.head)
             status = call(argv, env)
         else:
-            self.log = new_log()
+            self.log = make_log()
             status = self.watch(argv, env)
         if status:
             last = "".join(f"\n  {line}" for line in self.tail)
@@ -957,7 +1119,7 @@ class Step:
                             log.write(data)
                         self.note(data.decode(errors="replace"))
                     self.draw()
-            return status_of(pid)
+            return wait_for(pid)
         except FileNotFoundError:
             self.forget_log()
             raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}",
@@ -966,7 +1128,7 @@ class Step:
             if pid:
                 with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
                     os.kill(pid, 15)
-                status_of(pid)
+                wait_for(pid)
             self.wipe()
             self.forget_log()
             say(f"{self.title} was interrupted{self.undone}")
@@ -1008,7 +1170,7 @@ class Step:
             self.drawn = 0.0
 
 
-def new_log() -> str:
+def make_log() -> str:
     """An empty log of our own; '' where there is no room for it."""
     path = os.path.join(os.path.abspath(sandbox_home()), "logs", f"{random_id()}.log")
     try:
@@ -1025,109 +1187,7 @@ def run_steps(commands: Sequence[Sequence[str]]) -> None:
         Step(quote_all(command), number, len(commands)).run(command)
 
 
-# --- Engines ---
-
-
-class Engine:
-    """A docker or podman client on our PATH; which daemon or machine it talks to is the client's affair."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.version = name, ""
-        self.asked: Output | None = None
-
-    def output(self, *args: str, seconds: float | None = CALL_SECONDS) -> Output:
-        return Output([self.name, *args], seconds)
-
-    def ask(self, *args: str, seconds: float = CALL_SECONDS) -> str:
-        """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = self.output(*args, seconds=seconds).result()
-        if status:
-            raise failure(self.name, err)
-        return out
-
-    def ask_ahead(self) -> None:
-        """Ask for the facts while something else is asked: what is created needs them."""
-        with suppress(OSError):
-            self.asked = self.output(*FACTS[self.name])
-
-    def facts(self) -> Output:
-        asked, self.asked = self.asked, None
-        return asked or self.output(*FACTS[self.name])
-
-
-# Version, and what tells whether the engine is rootless. `podman info` takes ten times as long as
-# `podman version`, and a podman that is not remote is rootless when we are not root.
-FACTS = {
-    "docker": ("info", "--format",
-               "{{range .ServerErrors}}!{{.}}{{else}}{{.ServerVersion}} {{range .SecurityOptions}}"
-                                   '{{if eq . "name=rootless"}}rootless{{end}}{{end}}{{end}}'),
-    "podman": ("version", "--format", "{{.Client.Version}} {{if .Server}}remote{{end}}"),
-}
-
-# What the clients print for each failure, in lower case.
-SYMPTOMS = {
-    "permission": ("permission denied while trying to connect", "connect: permission denied"),
-    "old": ("client version", "minimum supported api version"),
-    "daemon": ("cannot connect to the docker daemon", "is the docker daemon running",
-               "cannot connect to podman",
-               "unable to connect to podman", "error during connect",
-               "failed to connect to the docker api"),
-    "image": ("no such image", "image not known", "unable to find image"),
-}
-
-# Programs that podman starts, with the package that has each on Debian; elsewhere it is named as
-# the program.
-HELPERS = {
-    "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns", "pasta": "passt",
-    "nft": "nftables", "iptables": "iptables", "netavark": "netavark",
-    "aardvark-dns": "aardvark-dns",
-    "catatonit": "catatonit", "conmon": "conmon", "crun": "crun", "runc": "runc",
-}
-# How podman and its netavark say that one of them is missing, in lower case.
-MISSING = (r'could not find (?:a working )?"?(NAME)(?![\w-])',
-           r'exec: \\?"(NAME)\\?": executable file not found',
-           r'stat \S*/(NAME): no such file', r'oci runtime "(NAME)" not found',
-           r'unable to execute (NAME):')
-
-# What to do about failures that belong to the call and not to the engine.
-HINTS = {
-    "bind source path does not exist": "create the directory, or correct the path",
-    "statfs": "create the directory, or correct the path",
-    "already allocated": "choose another host port",
-    "already in use": "choose another host port",
-    "no space left": "make room: sandbox doctor shows the disk",
-    "unable to parse docker host": "correct DOCKER_HOST, or unset it",
-    "docker endpoint": "correct DOCKER_CONTEXT, or run: docker context use default",
-    "is not found on the file system": "correct DOCKER_CONTEXT, or run: docker context use default",
-    "not a directory": "give a directory",
-    "is restarting": "its proxy does not start: sandbox net log <name>",
-    'exec: "python3"': "an allowlist needs an image with the proxy: sandbox build",
-    "minimum memory": "give more memory",
-    "range of cpus": "give fewer CPUs than the machine has",
-    "invalid ip": "correct the address",
-    "cannot assign requested address": "give an address of this machine",
-}
-
-
-def diagnose(stderr: str) -> str:
-    """Which of SYMPTOMS an engine's message is, "helper" where it misses a program of its own, or ''."""
-    text = stderr.lower()
-    found = next((kind for kind, signs in SYMPTOMS.items() if any(sign in text for sign in signs)),
-                 "")
-    return found or ("helper" if missing_helpers(stderr) else "")
-
-
-def missing_helpers(stderr: str) -> list[str]:
-    """The programs of HELPERS that podman has not found, by its message."""
-    import re
-
-    text, names = stderr.lower(), "|".join(HELPERS)
-    found = [name for pattern in MISSING
-             for name in re.findall(pattern.replace("NAME", names), text)]
-    # it does not say which
-    if not found and re.search(r"^error: netavark: .*\(os error 2\)", text, re.MULTILINE):
-        found = [name for name in ("nft", "iptables") if not program(name)]
-    return list(dict.fromkeys(found))
+# --- Remedies ---
 
 
 class Remedy:
@@ -1206,36 +1266,8 @@ def install_commands(*packages: str) -> list[list[str]]:
     return []
 
 
-def engine_packages(name: str) -> list[str]:
-    """Packages of an engine: on Debian docker is docker.io, and rootless podman wants its helpers named."""
-    from shutil import which
-
-    if not which("apt-get"):
-        return [name]
-    if name == "podman":
-        return ["podman", "uidmap", "slirp4netns"]
-    with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
-        if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
-            # a package of its own from Debian 13 on, that docker.io only recommends
-            return ["docker-cli"]
-    return ["docker.io"]
-
-
-DOCKER_SOCKET = "/var/run/docker.sock"
-DOCKER_LOG = "/var/log/dockerd.log"
-PID_FILES = {"dockerd": "/var/run/docker.pid",
-             "containerd": "/var/run/docker/containerd/containerd.pid"}
-
-
-def has_docker_unit() -> bool:
-    """Whether systemd starts docker here."""
-    folders = ("/etc/systemd/system", "/lib/systemd/system", "/usr/lib/systemd/system")
-    booted = os.path.isdir("/run/systemd/system")
-    return booted and any(os.path.exists(f"{folder}/docker.service") for folder in folders)
-
-
 def may_run(name: str) -> bool:
-    """Whether a process of this name runs here, as far as we can see: others' processes may be hidden."""
+    """Whether a process of this name runs here, as far as we can see: others' may be hidden."""
     if not os.path.exists("/proc/1/comm"):
         return True
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -1243,86 +1275,6 @@ def may_run(name: str) -> bool:
             if file.read().rstrip("\n") == name:
                 return True
     return False
-
-
-def stale_pid_files() -> list[str]:
-    """Those of a docker that was killed: the next one does not start where another process has got its pid."""
-    closed = os.path.isdir("/var/run/docker") and not os.access("/var/run/docker", os.X_OK)
-    return [path for name, path in PID_FILES.items() if not may_run(name)
-            and (os.path.exists(path) or (closed and path.startswith("/var/run/docker/")))]
-
-
-def start_commands(name: str) -> list[list[str]]:
-    """How to start the engine's daemon or machine here."""
-    if sys.platform == "darwin":
-        return [["podman", "machine", "start"] if name == "podman" else ["open", "-a", "Docker"]]
-    if has_docker_unit():
-        return [as_root(["systemctl", "start", "docker"])]
-    stale = stale_pid_files()
-    return [*([as_root(["rm", "-f", *stale])] if stale else []),
-            as_root(["sh", "-c", f"setsid dockerd >>{DOCKER_LOG} 2>&1 </dev/null &"])]
-
-
-def remedy_for(kind: str, name: str, message: str) -> Remedy:
-    """The one remedy for a problem of an engine that was met with this message."""
-    if kind == "engine":
-        from shutil import which
-
-        # An ordinary user is best served by podman: no daemon, no group that is as good as root.
-        engine = name or ("docker" if os.getuid() == 0 and which("apt-get") else "podman")
-        commands = install_commands(*engine_packages(engine))
-        return Remedy(commands, note="" if commands else "install docker or podman")
-    if kind == "permission":
-        return permission_remedy(message)
-    if kind == "helper":
-        return helper_remedy(missing_helpers(message))
-    if kind == "daemon":
-        if sys.platform != "darwin" and DOCKER_SOCKET not in message:
-            return Remedy([],
-                          note=f"start the {name} that is meant, or correct {address_setting(name)}")
-        commands = start_commands(name)
-        return Remedy(commands, lambda: start_daemon(name, commands))
-    return Remedy(install_commands(*engine_packages(name)), note=f"upgrade {name}")
-
-
-def address_setting(name: str) -> str:
-    """What tells the client of an engine where to find it."""
-    if name == "podman":
-        return "CONTAINER_HOST"
-    return "DOCKER_HOST" if os.environ.get("DOCKER_HOST") else "the docker context"
-
-
-def helper_remedy(helpers: Iterable[str]) -> Remedy:
-    from shutil import which
-
-    packages = dict.fromkeys(HELPERS[name] if which("apt-get") else name for name in helpers)
-    commands = install_commands(*packages)
-    return Remedy(commands, note="" if commands else f"install {' '.join(packages)}")
-
-
-NO_SUBUIDS = "podman has no user ids for its containers: /etc/subuid and /etc/subgid do not name this user"
-
-
-def subuid_remedy() -> Remedy:
-    """A range of user and group ids that nobody else has."""
-    import pwd
-
-    end = 100000
-    for path in ("/etc/subuid", "/etc/subgid"):
-        with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                _, *numbers = line.strip().split(":")
-                if len(numbers) == 2 and all(map(str.isdecimal, numbers)):
-                    end = max(end, sum(map(int, numbers)))
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return Remedy([], note="use a user that has a name")
-    if not program("usermod"):
-        return Remedy([], note=f"give {user} a range of 65536 ids in /etc/subuid and /etc/subgid")
-    given = f"{end}-{end + 65535}"
-    add = ["usermod", "--add-subuids", given, "--add-subgids", given, user]
-    return Remedy([as_root(add), ["podman", "system", "migrate"]])
 
 
 def permission_remedy(message: str) -> Remedy:
@@ -1348,28 +1300,6 @@ def permission_remedy(message: str) -> Remedy:
                   "and log in again; members of the group are as good as root")
 
 
-def problem(kind: str, name: str, message: str, wanted: str = "docker") -> EngineProblem:
-    """A problem of an engine with its remedy; `wanted` is the engine that was asked for, '' for any."""
-    if kind == "daemon" and name == "docker" and DOCKER_SOCKET in message and sys.platform != "darwin":
-        if not (program("dockerd") or has_docker_unit()):
-            message += "\nonly the client of docker is installed here: there is no dockerd"
-            return EngineProblem("engine", message, remedy_for("engine", wanted, message))
-    return EngineProblem(kind, message, remedy_for(kind, name, message))
-
-
-def check_podman(engine: Engine) -> None:
-    """Ask podman for what its containers need on this machine. Raises EngineProblem where it lacks a helper."""
-    host = parse_json(engine.ask("info", "--format", "json"))["host"]
-    if host.get("serviceIsRemote") or not host["security"]["rootless"]:
-        return
-    if len(host["idMappings"]["uidmap"] or []) < 2:
-        raise EngineProblem("helper", NO_SUBUIDS, subuid_remedy())
-    network = host.get("rootlessNetworkCmd") or "slirp4netns"
-    if not (host.get(network) or {}).get("executable", "?"):
-        message = f"podman could not find {network}, without which a container has no network"
-        raise problem("helper", "podman", message)
-
-
 def join_group(group: str, commands: Sequence[Sequence[str]]) -> NoReturn:
     """Enter the group of the socket and start ourselves again as a member of it."""
     if os.environ.get("SANDBOX_REGROUPED"):
@@ -1379,55 +1309,579 @@ def join_group(group: str, commands: Sequence[Sequence[str]]) -> NoReturn:
     os.execvp("sg", ["sg", group, "-c", quote_all([sys.executable, *sys.orig_argv[1:]])])
 
 
-def start_daemon(name: str, commands: Sequence[Sequence[str]]) -> None:
-    """Start the daemon and wait until it answers. Raises SandboxError with its last words."""
-    import time
+# --- Engines ---
+# What is different between engines stands in their drivers, and the names of engines in ENGINES.
 
-    hint = "mend that and try again"
-    try:
-        Remedy(commands).carry_out()
-    except SandboxError as error:
-        raise SandboxError(daemon_words() + error.message, hint, 125) from None
-    began = seen = time.monotonic()
-    while diagnose(Engine(name).output("ps", "-q").result()[2]) == "daemon":
-        now = time.monotonic()
-        seen = now if may_run("dockerd") else seen
-        if now - seen > GONE_SECONDS:
-            raise SandboxError(f"{daemon_words()}{name} was started and has ended", hint, 125)
-        if now - began > STARTUP_SECONDS:
-            raise SandboxError(f"{daemon_words()}{name} was started and does not answer", hint, 125)
-        time.sleep(0.2)
-
-
-def daemon_words() -> str:
-    """The last lines that docker's daemon has printed."""
-    if sys.platform == "darwin":
-        return ""
-    journal = ["journalctl", "-u", "docker", "-n", "5", "--no-pager", "-o", "cat"]
-    status, out, _ = Output(as_root(journal if has_docker_unit() else ["tail", "-n", "5", DOCKER_LOG])).result()
-    return "" if status else out
-
-
+NO_ROOM_HINT = "make room: sandbox doctor shows the disk"
 LAST_HINT = "sandbox doctor checks the engine"
 
 
-def failure(name: str, stderr: str, wanted: str = "docker") -> SandboxError:
-    """The error for a failed call: what the engine printed, and a remedy where the failure is a known one."""
-    lines = [line for line in stderr.strip().splitlines() if line.strip() and "--help'" not in line]
-    errors = [line for line in lines
-              if not (line.startswith('time="') and " level=warning " in line)]
-    message = "\n".join(errors or lines) or f"{name} failed and printed nothing"
-    kind = diagnose(stderr)
-    if kind and kind != "image":
-        return problem(kind, name, message, wanted)
-    hint = next((hint for sign, hint in HINTS.items() if sign in message.lower()), LAST_HINT)
-    return SandboxError(message, hint, 125)
+class Engine:
+    """The driver of an engine. What stands here is in the words that docker and podman share.
+
+    argv() and the methods `*_argv` give the engine's call for one thing, to be printed or started:
+    their caller decides when to wait for it. `read_*` gives what the output of such a call says.
+    """
+
+    name = ""
+    minimum: tuple[int, ...] = ()  # the oldest version that works
+    disk_root = ""  # where it most often keeps its images
+    sockets: tuple[str, ...] = ()  # where it may listen; {run} and {home} are folders of the user
+    address_variable = ""  # tells the client which one is meant
+    daemonless = False  # the client itself starts containers, with helper programs of this machine
+    daemon = ""  # the program of its daemon
+    create_flags: tuple[str, ...] = ()  # more options that each of our containers needs
+
+    # What the client prints for each failure, in lower case; a driver adds its "daemon".
+    symptoms: Mapping[str, tuple[str, ...]] = {
+        "permission": ("permission denied while trying to connect", "connect: permission denied"),
+        "old": ("client version", "minimum supported api version"),
+        "image": ("no such image", "image not known", "unable to find image"),
+    }
+    # Programs that the engine starts, with the package that has each on Debian; elsewhere it is
+    # named as the program.
+    helpers: Mapping[str, str] = {"crun": "crun", "runc": "runc"}
+    # How it says that one of them is missing, in lower case.
+    missing = (r'could not find (?:a working )?"?(NAME)(?![\w-])',
+               r'exec: \\?"(NAME)\\?": executable file not found',
+               r'stat \S*/(NAME): no such file', r'oci runtime "(NAME)" not found',
+               r'unable to execute (NAME):')
+    # What to do about failures that belong to the call and not to the engine.
+    hints: Mapping[str, str] = {
+        "bind source path does not exist": "create the directory, or correct the path",
+        "statfs": "create the directory, or correct the path",
+        "already allocated": "choose another host port",
+        "already in use": "choose another host port",
+        "no space left": NO_ROOM_HINT,
+        "not a directory": "give a directory",
+        "is restarting": "its proxy does not start: sandbox net log <name>",
+        'exec: "python3"': "an allowlist needs an image with the proxy: sandbox build",
+        "minimum memory": "give more memory",
+        "range of cpus": "give fewer CPUs than the machine has",
+        "invalid ip": "correct the address",
+        "cannot assign requested address": "give an address of this machine",
+    }
+
+    # The words of the calls that take names and no more.
+    calls: Mapping[str, tuple[str, ...]] = {
+        "ping": ("ps", "-q"),  # fails where the engine cannot do anything
+        "start": ("start",), "stop": ("stop", "-t", "5"), "unpause": ("unpause",),
+        "restart": ("restart", "-t", "1"),  # starts it, too
+        "rename": ("rename",),  # takes the id and the new name
+        "remove": ("rm", "-f", "-v"),  # one that runs, too, and its anonymous volumes
+        "volumes": ("volume", "ls", "-q"),  # prints their names
+        "remove-volume": ("volume", "rm"),  # without -f: podman would remove its containers
+        "pull": ("pull", "-q"), "remove-image": ("image", "rm"),
+        "import": ("import",),  # takes a tar archive of a root directory and the image's name
+    }
+
+    def __init__(self) -> None:
+        self.version = ""
+        self.asked: Output | None = None
+
+    def argv(self, call: str, *names: str) -> list[str]:
+        """One of `calls` on containers, volumes or images.
+
+        A driver adds "facts", which prints the version, a space and what is_rootless() takes, or
+        "!" and why it cannot; and "storage", which prints the folder that it keeps images in.
+        """
+        return [self.name, *self.calls[call], *names]
+
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> str:
+        """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
+        status, out, err = Output(argv, seconds).result()
+        if status:
+            raise self.failure(err)
+        return out
+
+    # -- facts --
+
+    def ask_ahead(self) -> None:
+        """Ask for the facts while something else is asked: what is created needs them."""
+        with suppress(OSError):
+            self.asked = Output(self.argv("facts"))
+
+    def facts(self) -> Output:
+        asked, self.asked = self.asked, None
+        return asked or Output(self.argv("facts"))
+
+    def is_rootless(self, fact: str) -> bool:
+        raise NotImplementedError
+
+    def check_helpers(self) -> None:
+        """Raise EngineProblem where it lacks on this machine what its containers need."""
+
+    # -- containers --
+
+    def inspect_argv(self, name: str) -> list[str]:
+        form = "{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{json .Config.Labels}}"
+        return [self.name, "container", "inspect", "--format", form, name]
+
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, dict[str, str]]:
+        """Id, name, state, exit status and labels of a container."""
+        id, name, state, code, labels = out.strip().split(" ", 4)
+        return id, name.lstrip("/"), state, int(code), parse_json(labels) or {}
+
+    def is_absent(self, err: str) -> bool:
+        """Whether a call failed because there is no such container."""
+        return "no such container" in err.lower()
+
+    def is_name_taken(self, err: str) -> bool:
+        """Whether a creation failed because another container has the name."""
+        return "already in use" in err and "name" in err.lower()
+
+    def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
+        """Prints the containers that have a label, with the labels shown; for read_list()."""
+        raise NotImplementedError
+
+    def read_list(self, out: str) -> list[dict[str, Any]]:
+        """A row for each container: name, state, image, created (ISO 8601), labels."""
+        raise NotImplementedError
+
+    def create_argv(self, name: str, image: str, command: Sequence[str], *,
+                    labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
+                    limits: Mapping[str, Any], capabilities: Sequence[str] = (),
+                    network: str = "open", ports: Sequence[str] = (),
+                    binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
+                    service: bool = False) -> list[str]:
+        """Starts a container whose first command is root's and prints its id.
+
+        The limits have the names in KEYS. A bind is a path of the host, one of the container
+        and options. A service is closed further than a session and started again when it fails.
+        """
+        argv = [self.name, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
+                "--name", name, "--user", "0:0", "--workdir", workdir]
+        for variable in env:
+            argv += ["-e", variable]
+        argv += ["--cap-drop", "ALL", "--log-driver", "json-file",
+                 "--log-opt", f"max-size={log_size}"]
+        argv += [f"--cap-add={capability}" for capability in capabilities]
+        argv += ["--security-opt", "no-new-privileges", "--read-only",
+                 "--restart", "on-failure"] if service else []
+        argv += self.create_flags
+        for limit, value in limits.items():
+            argv += [f"--{limit}", str(value)] if value else []
+        argv += ["--network", network] if network != "open" else []
+        for port in ports:
+            argv += ["--publish", port]
+        for key, value in labels.items():
+            argv += ["--label", f"{key}={value}"]
+        for bind in binds:
+            argv += self.bind_argv(*bind)
+        for volume in volumes:
+            argv += ["--volume", volume]
+        return [*argv, "--entrypoint", command[0], image, *command[1:]]
+
+    def bind_argv(self, host: str, container: str, options: str) -> list[str]:
+        """A mount that fails when the host path does not exist; paths may hold any character."""
+        chosen = options.split(",") if options else []
+        if "z" in chosen or "Z" in chosen:  # docker's --mount knows no relabelling
+            return ["--volume", f"{host}:{container}:{options}"]
+        fields = ["type=bind", f"source={host}", f"target={container}",
+                  *(["readonly"] if "ro" in chosen else [])]
+        return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f
+                                    for f in fields)]
+
+    def create(self, argv: Sequence[str]) -> Output:
+        """The creation of a container, begun."""
+        return Output(argv, LONG_SECONDS)
+
+    # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
+    detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
+
+    def exec_argv(self, name: str, command: Sequence[str], *, user: str = "", workdir: str = "",
+                  env: Sequence[str] = (), stdin: bool = False,
+                  terminal: bool = False) -> list[str]:
+        """Runs a command in a container; a variable without `=` has the call's own value."""
+        argv = [self.name, "exec", *(["-i"] if stdin else []),
+                *(["-t", "--detach-keys", self.detach_keys] if terminal else []),
+                *(["--user", user] if user else []), *(["--workdir", workdir] if workdir else [])]
+        for variable in env:
+            argv += ["-e", variable]
+        return [*argv, name, *command]
+
+    def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
+                  since: float = 0) -> list[str]:
+        """Prints what a container has printed, or the last lines, or what came since a time."""
+        return [self.name, "logs", *(["-f"] if follow else []),
+                *(["--tail", str(tail)] if tail else []),
+                *(["--since", f"{since:.9f}"] if since else []), name]
+
+    def copy_argv(self, name: str, path: str) -> list[str]:
+        """Prints a file of a container, which need not run, as a tar archive."""
+        return [self.name, "cp", f"{name}:{path}", "-"]
+
+    # -- images --
+
+    def image_argv(self, name: str) -> list[str]:
+        form = "{{.Id}} {{json .RepoTags}} {{json .Config.Labels}}"
+        return [self.name, "image", "inspect", "--format", form, name]
+
+    def read_image(self, out: str) -> tuple[str, list[str], dict[str, str]]:
+        """Id, names and labels of an image."""
+        id, tags, labels = out.strip().split(" ", 2)
+        return id, parse_json(tags) or [], parse_json(labels) or {}
+
+    def build_argv(self, tag: str, folder: str, labels: Mapping[str, str], args: Sequence[str],
+                   host_network: bool) -> list[str]:
+        """Builds the Containerfile of a folder; an argument without `=` has its value from ours."""
+        argv = [self.name, "build", "--force-rm", "-t", tag]
+        for key, value in labels.items():
+            argv += ["--label", f"{key}={value}"]
+        for arg in args:
+            argv += ["--build-arg", arg]
+        argv += ["--network", "host"] if host_network else []
+        return [*argv, "-f", os.path.join(folder, "Containerfile"), folder]
+
+    def build_problem(self) -> EngineProblem | None:
+        """What this machine lacks for a build, as far as it can be seen."""
+        return None
+
+    def try_argv(self, image: str, command: Sequence[str], network: str = "open") -> list[str]:
+        """Runs a command in a new container of an image, and removes that."""
+        return [self.name, "run", "--rm", "--init", "--pull", "never", "--entrypoint", command[0],
+                *(["--network", network] if network != "open" else []), image, *command[1:]]
+
+    # -- failures and their remedies --
+
+    def diagnose(self, err: str) -> str:
+        """Which of the symptoms a message is, "helper" for a program that it misses, or ''."""
+        text = err.lower()
+        found = next((kind for kind, signs in self.symptoms.items()
+                      if any(sign in text for sign in signs)), "")
+        return found or ("helper" if self.missing_helpers(err) else "")
+
+    def missing_helpers(self, err: str) -> list[str]:
+        """The programs of `helpers` that the engine has not found, by its message."""
+        import re
+
+        names = "|".join(self.helpers)
+        found = [name for pattern in self.missing
+                 for name in re.findall(pattern.replace("NAME", names), err.lower())]
+        return list(dict.fromkeys(found))
+
+    def failure(self, err: str, wanted: str | None = None) -> SandboxError:
+        """The error for a failed call: what the engine printed, with a remedy where that is known.
+
+        `wanted` is the engine that was asked for, '' for any.
+        """
+        lines = [line for line in err.strip().splitlines()
+                 if line.strip() and "--help'" not in line]
+        errors = [line for line in lines
+                  if not (line.startswith('time="') and " level=warning " in line)]
+        message = "\n".join(errors or lines) or f"{self.name} failed and printed nothing"
+        kind = self.diagnose(err)
+        if kind and kind != "image":
+            return self.problem(kind, message, self.name if wanted is None else wanted)
+        hint = next((hint for sign, hint in self.hints.items() if sign in message.lower()),
+                    LAST_HINT)
+        return SandboxError(message, hint, 125)
+
+    def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
+        return EngineProblem(kind, message, self.remedy(kind, message))
+
+    def remedy(self, kind: str, message: str) -> Remedy:
+        """The one remedy for a problem that was met with this message."""
+        if kind == "permission":
+            return permission_remedy(message)
+        if kind == "helper":
+            return self.helper_remedy(self.missing_helpers(message))
+        if kind == "daemon":
+            commands = self.start_commands(message)
+            if commands:
+                return Remedy(commands, lambda: self.start_daemon(commands))
+            address = self.address()
+            return Remedy([], note=f"start the {self.name} that is meant, or correct {address}")
+        return Remedy(install_commands(*self.packages()), note=f"upgrade {self.name}")
+
+    def helper_remedy(self, programs: Sequence[str]) -> Remedy:
+        from shutil import which
+
+        packages = dict.fromkeys(self.helpers[name] if which("apt-get") else name
+                                 for name in programs)
+        commands = install_commands(*packages)
+        return Remedy(commands, note="" if commands else f"install {' '.join(packages)}")
+
+    def packages(self) -> list[str]:
+        """The packages that it comes in."""
+        return [self.name]
+
+    def address(self) -> str:
+        """What tells the client where to find it."""
+        return self.address_variable
+
+    def start_commands(self, message: str) -> list[list[str]]:
+        """How to start the daemon or machine that a message misses; [] where it is not here."""
+        return []
+
+    def start_daemon(self, commands: Sequence[Sequence[str]]) -> None:
+        """Start the daemon and wait until it answers. Raises SandboxError with its last words."""
+        import time
+
+        hint = "mend that and try again"
+        try:
+            Remedy(commands).carry_out()
+        except SandboxError as error:
+            raise SandboxError(self.last_words() + error.message, hint, 125) from None
+        began = seen = time.monotonic()
+        while self.diagnose(Output(self.argv("ping")).result()[2]) == "daemon":
+            now = time.monotonic()
+            seen = now if may_run(self.daemon) else seen
+            ended = now - seen > GONE_SECONDS
+            if ended or now - began > STARTUP_SECONDS:
+                words = f"{self.name} was started and {'has ended' if ended else 'does not answer'}"
+                raise SandboxError(self.last_words() + words, hint, 125)
+            time.sleep(0.2)
+
+    def last_words(self) -> str:
+        """The last lines that its daemon has printed."""
+        return ""
+
+
+class Docker(Engine):
+    """Docker, whose client speaks with a daemon."""
+
+    name = "docker"
+    minimum = (20, 10)
+    disk_root = "/var/lib/docker"
+    sockets = ("/run/docker.sock", "{run}/docker.sock", "{home}/.docker/run/docker.sock",
+               "{home}/.docker/desktop/docker.sock", "{home}/.colima/default/docker.sock")
+    address_variable = "DOCKER_HOST"
+    daemon = "dockerd"
+    symptoms = {**Engine.symptoms,
+                "daemon": ("cannot connect to the docker daemon", "is the docker daemon running",
+                           "error during connect", "failed to connect to the docker api")}
+    calls = {
+        **Engine.calls,
+        "facts": ("info", "--format",
+                  "{{range .ServerErrors}}!{{.}}{{else}}{{.ServerVersion}} "
+                  '{{range .SecurityOptions}}{{if eq . "name=rootless"}}rootless{{end}}{{end}}'
+                  "{{end}}"),
+        "storage": ("info", "--format", "{{.DockerRootDir}}"),
+    }
+    hints = {
+        "unable to parse docker host": "correct DOCKER_HOST, or unset it",
+        "docker endpoint": "correct DOCKER_CONTEXT, or run: docker context use default",
+        "is not found on the file system":
+            "correct DOCKER_CONTEXT, or run: docker context use default",
+        **Engine.hints,
+    }
+
+    socket = "/var/run/docker.sock"
+    log = "/var/log/dockerd.log"
+    pid_files = {"dockerd": "/var/run/docker.pid",
+                 "containerd": "/var/run/docker/containerd/containerd.pid"}
+
+    def is_rootless(self, fact: str) -> bool:
+        return fact == "rootless"
+
+    def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
+        labels = ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}' for label in shown)
+        form = ('{"name":{{json .Names}},"state":{{json .State}},"image":{{json .Image}},'
+                '"created":{{json .CreatedAt}},"labels":{' + labels + "}}")
+        return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", form]
+
+    def read_list(self, out: str) -> list[dict[str, Any]]:
+        # not splitlines(): a label may hold U+0085
+        rows = [parse_json(line) for line in out.split("\n") if line]
+        return [{**row, "created": iso_time(row["created"])} for row in rows]
+
+    def packages(self) -> list[str]:
+        from shutil import which
+
+        if not which("apt-get"):
+            return [self.name]
+        with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
+            if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
+                # From Debian 13 on the client is a package of its own, which docker.io
+                # only recommends.
+                return ["docker-cli"]
+        return ["docker.io"]
+
+    def address(self) -> str:
+        return self.address_variable if os.environ.get("DOCKER_HOST") else "the docker context"
+
+    def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
+        if (kind == "daemon" and self.socket in message and sys.platform != "darwin"
+                and not program("dockerd") and not self.has_unit()):
+            message += "\nonly the client of docker is installed here: there is no dockerd"
+            return EngineProblem("engine", message, engine_remedy(wanted))
+        return super().problem(kind, message, wanted)
+
+    def has_unit(self) -> bool:
+        """Whether systemd starts docker here."""
+        folders = ("/etc/systemd/system", "/lib/systemd/system", "/usr/lib/systemd/system")
+        booted = os.path.isdir("/run/systemd/system")
+        return booted and any(os.path.exists(f"{folder}/docker.service") for folder in folders)
+
+    def stale_pid_files(self) -> list[str]:
+        """Those of a docker that was killed: another process may have its pid, and none starts."""
+        closed = os.path.isdir("/var/run/docker") and not os.access("/var/run/docker", os.X_OK)
+        return [path for name, path in self.pid_files.items() if not may_run(name)
+                and (os.path.exists(path) or (closed and path.startswith("/var/run/docker/")))]
+
+    def start_commands(self, message: str) -> list[list[str]]:
+        if sys.platform == "darwin":
+            return [["open", "-a", "Docker"]]
+        if self.socket not in message:
+            return []
+        if self.has_unit():
+            return [as_root(["systemctl", "start", "docker"])]
+        stale = self.stale_pid_files()
+        return [*([as_root(["rm", "-f", *stale])] if stale else []),
+                as_root(["sh", "-c", f"setsid dockerd >>{self.log} 2>&1 </dev/null &"])]
+
+    def last_words(self) -> str:
+        if sys.platform == "darwin":
+            return ""
+        journal = ["journalctl", "-u", "docker", "-n", "5", "--no-pager", "-o", "cat"]
+        log = ["tail", "-n", "5", self.log]
+        status, out, _ = Output(as_root(journal if self.has_unit() else log)).result()
+        return "" if status else out
+
+
+class Podman(Engine):
+    """Podman, which has no daemon, or on macOS a machine."""
+
+    name = "podman"
+    minimum = (4, 0)
+    disk_root = "/var/lib/containers"
+    sockets = ("/run/podman/podman.sock", "{run}/podman/podman.sock")
+    address_variable = "CONTAINER_HOST"
+    daemonless = True
+    create_flags = ("--http-proxy=false",)
+    symptoms = {**Engine.symptoms,
+                "daemon": ("cannot connect to podman", "unable to connect to podman")}
+    helpers = {
+        "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns",
+        "pasta": "passt", "nft": "nftables", "iptables": "iptables", "netavark": "netavark",
+        "aardvark-dns": "aardvark-dns", "catatonit": "catatonit", "conmon": "conmon",
+        **Engine.helpers,
+    }
+
+    calls = {
+        **Engine.calls,
+        # `podman info` takes ten times as long
+        "facts": ("version", "--format", "{{.Client.Version}} {{if .Server}}remote{{end}}"),
+        "storage": ("info", "--format", "{{.Store.GraphRoot}}"),
+        "rootless": ("info", "--format", "{{.Host.Security.Rootless}}"),
+        "details": ("info", "--format", "json"),
+    }
+    no_ids = ("podman has no user ids for its containers: "
+              "/etc/subuid and /etc/subgid do not name this user")
+
+    def is_rootless(self, fact: str) -> bool:
+        if fact == "remote":
+            return self.ask(self.argv("rootless")).strip() == "true"
+        return os.getuid() != 0
+
+    def check_helpers(self) -> None:
+        host = parse_json(self.ask(self.argv("details")))["host"]
+        if host.get("serviceIsRemote") or not host["security"]["rootless"]:
+            return
+        if len(host["idMappings"]["uidmap"] or []) < 2:
+            raise EngineProblem("helper", self.no_ids, self.ids_remedy())
+        network = host.get("rootlessNetworkCmd") or "slirp4netns"
+        if not (host.get(network) or {}).get("executable", "?"):
+            raise self.lacks(network)
+
+    def lacks(self, helper: str) -> EngineProblem:
+        """The problem that a program of the network is missing."""
+        message = f"podman could not find {helper}, without which a container has no network"
+        return self.problem("helper", message, self.name)
+
+    def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
+        return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", "json"]
+
+    def read_list(self, out: str) -> list[dict[str, Any]]:
+        import time
+
+        return [{"name": row["Names"][0], "state": row["State"], "image": row["Image"],
+                 "created": iso_time(time.strftime("%Y-%m-%d %H:%M:%S %z",
+                                                   time.localtime(row["Created"]))),
+                 "labels": row["Labels"]} for row in parse_json(out or "[]")]
+
+    def create(self, argv: Sequence[str]) -> Output:
+        return Created(argv, LONG_SECONDS)
+
+    def build_problem(self) -> EngineProblem | None:
+        tables = "nft" if version_numbers(self.version) >= (5,) else "iptables"
+        return self.lacks(tables) if os.getuid() == 0 and not program(tables) else None
+
+    def missing_helpers(self, err: str) -> list[str]:
+        import re
+
+        found, unnamed = super().missing_helpers(err), r"(?im)^error: netavark: .*\(os error 2\)"
+        if not found and re.search(unnamed, err):
+            return [name for name in ("nft", "iptables") if not program(name)]
+        return found
+
+    def packages(self) -> list[str]:
+        from shutil import which
+
+        # rootless it wants its helpers named
+        return [self.name, *(["uidmap", "slirp4netns"] if which("apt-get") else [])]
+
+    def start_commands(self, message: str) -> list[list[str]]:
+        return [["podman", "machine", "start"]] if sys.platform == "darwin" else []
+
+    def ids_remedy(self) -> Remedy:
+        """A range of user and group ids that nobody else has."""
+        import pwd
+
+        end = 100000
+        for path in ("/etc/subuid", "/etc/subgid"):
+            with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    _, *numbers = line.strip().split(":")
+                    if len(numbers) == 2 and all(map(str.isdecimal, numbers)):
+                        end = max(end, sum(map(int, numbers)))
+        try:
+            user = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            return Remedy([], note="use a user that has a name")
+        if not program("usermod"):
+            note = f"give {user} a range of 65536 ids in /etc/subuid and /etc/subgid"
+            return Remedy([], note=note)
+        given = f"{end}-{end + 65535}"
+        add = ["usermod", "--add-subuids", given, "--add-subgids", given, user]
+        return Remedy([as_root(add), ["podman", "system", "migrate"]])
+
+
+class Created(Output):
+    """A container that is being created: of two that share a new volume podman lets one fail."""
+
+    def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
+        status, out, err = super().result(limit_bytes)
+        if status and "volume already exists" in err:
+            return Output(self.argv, self.seconds).result()
+        return status, out, err
+
+
+# In the order in which they are tried. Whatever names an engine takes it from here.
+ENGINES: dict[str, type[Engine]] = {driver.name: driver for driver in (Docker, Podman)}
+
+
+def engine_remedy(wanted: str) -> Remedy:
+    """How to install the engine that was asked for, or the one that fits best."""
+    from shutil import which
+
+    # An ordinary user is best served by podman: no daemon, no group that is as good as root.
+    best = Docker if os.getuid() == 0 and which("apt-get") else Podman
+    commands = install_commands(*ENGINES.get(wanted, best)().packages())
+    return Remedy(commands, note="" if commands else f"install {' or '.join(ENGINES)}")
+
+
+def iso_time(text: str) -> str:
+    """ISO 8601 for '2026-01-31 12:00:00 +0100', which may be followed by a zone's name."""
+    day, hour, zone = text.split()[:3]
+    return f"{day}T{hour}{zone[:3]}:{zone[3:]}"
 
 
 def candidates(config: Config) -> list[Engine]:
     """The engine that was asked for, or those to try in turn."""
     runtime = config.get("runtime")
-    return [Engine(runtime)] if runtime else [Engine("docker"), Engine("podman")]
+    return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
 
 
 def first_answer(engines: Sequence[Engine],
@@ -1441,7 +1895,7 @@ def first_answer(engines: Sequence[Engine],
             status, out, err = start(engine).result()
         except FileNotFoundError:
             continue
-        except EngineProblem as error:  # it does not answer, nor will it what it was asked ahead
+        except EngineProblem as error:  # it will not answer the question asked ahead either
             asked, engine.asked = engine.asked, None
             if asked:
                 asked.end(9)
@@ -1450,29 +1904,27 @@ def first_answer(engines: Sequence[Engine],
         except OSError as error:  # not a program that this machine can run
             broken += f"{program(engine.name) or engine.name}: {error.strerror}\n"
             continue
-        # docker info gives its daemon's failure as data, and some versions end with 0
+        # `docker info` prints a failure of its daemon as data, and some versions end with status 0.
         if out.startswith("!"):
             status, err = 1, out[1:]
-        if not status or diagnose(err) in ("", "image"):
+        if not status or engine.diagnose(err) in ("", "image"):
             return engine, status, out, err
-        met = met or failure(engine.name, err, wanted)
-    message = f"{wanted} is not installed" if wanted else "neither docker nor podman is installed"
-    raise met or problem("engine", wanted, broken + message)
+        met = met or engine.failure(err, wanted)
+    message = f"{wanted} is not" if wanted else f"neither {' nor '.join(ENGINES)} is"
+    raise met or EngineProblem("engine", f"{broken}{message} installed", engine_remedy(wanted))
 
 
 def pick_engine(engines: Sequence[Engine]) -> tuple[Engine, bool]:
     """The first engine that answers, and whether it is rootless. Raises EngineProblem, also when it is too old."""
     engine, status, out, err = first_answer(engines, Engine.facts)
     if status:
-        raise failure(engine.name, err)
+        raise engine.failure(err)
     engine.version, _, fact = out.strip("\n").partition(" ")
-    if version_numbers(engine.version) < MINIMUM_VERSION[engine.name]:
-        oldest = ".".join(map(str, MINIMUM_VERSION[engine.name]))
+    if version_numbers(engine.version) < engine.minimum:
+        oldest = ".".join(map(str, engine.minimum))
         message = f"{engine.name} {engine.version} is too old: {oldest} is the oldest that works"
-        raise problem("old", engine.name, message)
-    if fact == "remote":
-        return engine, engine.ask("info", "--format", "{{.Host.Security.Rootless}}").strip() == "true"
-    return engine, fact == "rootless" or (engine.name == "podman" and os.getuid() != 0)
+        raise engine.problem("old", message, engine.name)
+    return engine, engine.is_rootless(fact)
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
@@ -1487,26 +1939,26 @@ def with_remedies(action: Callable[[], Any], assume_yes: bool) -> Any:
         try:
             return action()
         except EngineProblem as error:
-            if error.hint in met or not error.remedy.offered or not (assume_yes or asks()):
+            if error.hint in met or not error.remedy.offered or not (assume_yes or can_ask()):
                 raise
-            if not agreed(error, assume_yes):
+            if not confirm(error, assume_yes):
                 raise SandboxError("left as it is", code=error.code) from None
             met.add(error.hint)
             with_remedies(error.remedy.carry_out, assume_yes)
 
 
-def agreed(error: EngineProblem, assume_yes: bool) -> bool:
+def confirm(error: EngineProblem, assume_yes: bool) -> bool:
     """Say what is wrong and what mends it; whether that may be done."""
     say(error.message)
     say(error.remedy.text())
-    return assume_yes or question("Do that now? [y/N] ").lower() in ("y", "yes")
+    return assume_yes or ask_person("Do that now? [y/N] ").lower() in ("y", "yes")
 
 
-def asks() -> bool:
+def can_ask() -> bool:
     return os.isatty(0) and os.isatty(2)
 
 
-def question(text: str) -> str:
+def ask_person(text: str) -> str:
     """Ask on the terminal; the end of input is ''."""
     print(text, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip()
@@ -1524,7 +1976,7 @@ class Session:
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
         self.profile = labels.get("sandbox.profile", "")
         self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
-        # its proxy and the volume that the two share, '' for a network without an allowlist
+        # The name of its proxy and of the volume that both mount; '' without an allowlist.
         proxied = labels.get("sandbox.network") == "allow"
         self.proxy = f"sandbox-proxy-{labels.get('sandbox.session')}" if proxied else ""
         self.volume = self.proxy.replace("proxy", "net")
@@ -1538,7 +1990,7 @@ class Session:
             data = parse_json(self.labels["sandbox.created"])
             spec = {"directory": "/", "workdir": "/", **data["spec"]}
             check_created(spec, self.labels)
-            return spec, dict(Layer(data["flags"], "").values)
+            return spec, Layer(data["flags"], "created").values
         except (KeyError, TypeError, ValueError, AttributeError, SandboxError):
             message = f"the labels of the container {self.name} are not those of a whole session"
             raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
@@ -1552,33 +2004,92 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     """Raise ValueError, KeyError or TypeError where labels hold what none of ours could."""
     for key in ("image", "directory", "workdir"):
         a_word(spec[key])
-    for key in (spec.keys() & KEYS) | {"volumes", "ports", "network"}:
-        if spec[key] is not None or key in LISTS or key == "network":
-            check_value(key, spec[key])
+    # What every session has; one of an earlier version may lack a key that is newer than it.
+    volumes, _, network = spec["volumes"], spec["ports"], spec["network"]
+    for name in spec.keys() & KEYS:
+        if spec[name] is not None or KEYS[name].kind == "list" or name == "network":
+            check_value(name, spec[name])
     matching("[0-9]{1,10}:[0-9]{1,10}", "uid:gid")(labels["sandbox.user"])
     sources = spec.get("sources")  # an old session has none
     if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
-                                    and len(sources) == 1 + len(spec["volumes"])):
+                                    and len(sources) == 1 + len(volumes)):
         raise ValueError("sources")
-    if isinstance(spec["network"], dict) != (labels.get("sandbox.network") == "allow"):
+    if isinstance(network, dict) != (labels.get("sandbox.network") == "allow"):
         raise ValueError("network")
 
 
-INSPECT = ("container", "inspect", "--format",
-           "{{.Id}} {{.Name}} {{.State.Status}} {{json .Config.Labels}}")
+def settings_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "sessions", f"{name}.json")
+
+
+def read_settings(name: str) -> dict[str, Any]:
+    """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
+    path = settings_path(name)
+    try:
+        data = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
+    if not isinstance(data, dict):
+        raise SandboxError(f"{path}: the file is not a JSON object",
+                           "correct the file or remove it")
+    return data
+
+
+def write_settings(name: str, settings: Mapping[str, Any]) -> None:
+    import json
+
+    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def lock_settings(name: str) -> Iterator[None]:
+    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
+    import fcntl
+
+    path = f"{settings_path(name)}.lock"
+    try:
+        make_private(os.path.dirname(path))
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise SandboxError(f"{path}: {error.strerror}",
+                           "make room or correct the permissions") from None
+    with open(lock, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
+    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
+    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
+                 "settings", f"{settings_path(name)}: ")
+
+
+def session_config(session: Session, settings: Mapping[str, Any] | None = None,
+                   flags: Layer | None = None,
+                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
+    """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
+    data = read_config() if data is None else data
+    settings = read_settings(session.name) if settings is None else settings
+    if profile is None and session.profile in data.get("runs", {}):
+        profile = session.profile
+    _, kept = session.created()
+    created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
+    return load_config(flags, profile, [created, settings_layer(session.name, settings)], data)
 
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
     """Look for a container of ours by name, with one call. Raises SandboxError when it is not ours."""
-    engine, status, out, err = first_answer(engines, lambda e: e.output(*INSPECT, name))
-    if status and "no such" in err.lower():
+    engine, status, out, err = first_answer(engines, lambda e: Output(e.inspect_argv(name)))
+    if status and engine.is_absent(err):
         return engine, None
     if status:
-        raise failure(engine.name, err)
-    id, real_name, state, labels = out.strip().split(" ", 3)
-    if real_name.lstrip("/") != name:  # the engine takes the start of an id, too
+        raise engine.failure(err)
+    id, real_name, state, _, labels = engine.read_inspected(out)
+    if real_name != name:  # the engine takes the start of an id, too
         return engine, None
-    session = Session(name, state, parse_json(labels) or {}, id)
+    session = Session(name, state, labels, id)
     if "sandbox.session" not in session.labels:
         raise SandboxError(f"the container {name} exists and is not a sandbox session",
                            "choose another name with -n", 125)
@@ -1589,16 +2100,14 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
     return engine, session
 
 
-# A run without a terminal skips the look: it execs into the id that the name had. An id is never
-# given twice, so at worst the engine knows no such container, or it is stopped. Then cmd_run looks
-# after all, but only where the container itself shows that the command did not begin: no command
-# runs twice.
+# A run without a terminal does not look for the container first: it execs into the id that the
+# name had when it was last seen. Ids are never given twice, so at worst the engine knows no such
+# container, or the container is stopped. Then cmd_run looks for it after all and tries again, but
+# only where the container itself shows that the command did not begin: no command runs twice.
 ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
 BEGAN_BYTES = 16 << 20  # eleven for each command
 LOG_TAIL_BYTES = 65536
-# root inside can write to it
-SESSION_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1m")
 
 
 def memory_path(engine: Engine, name: str) -> str:
@@ -1639,15 +2148,14 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
 
 def spec_of(config: Config) -> dict[str, Any]:
     """What a container is created from: the part of the configuration that an existing one cannot change."""
-    directory = config.get("hostPath")
-    return {
-        "sources": [resolved(path)
-                    for path in (directory, *(v.split(":")[0] for v in config.all("volumes")))],
-        "image": config.image, "directory": directory,
-        "workdir": config.get("containerPath") or directory,
-        "volumes": config.all("volumes"), "ports": config.all("ports"),
-        **{key: config.get(key) for key in ("memory", "cpus", "pidsLimit", "network")},
-    }
+    directory, volumes = config.get("hostPath"), config.all("volumes")
+    paths = (directory, *(volume.split(":")[0] for volume in volumes))
+    spec = {"sources": [resolved(path) for path in paths], "image": config.image,
+            "directory": directory, "workdir": config.get("containerPath") or directory}
+    for key in KEYS.values():
+        if key.fixed and not key.part_of:
+            spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
+    return spec
 
 
 def resolved(path: str) -> str:
@@ -1678,10 +2186,6 @@ def shown(value: Any) -> str:
     return "an allowlist" if isinstance(value, dict) else str(value or "none")
 
 
-FLAG_KEYS = ("imageName", "imageVersion", "containerPath", "volumes", "ports", "memory", "cpus",
-             "pidsLimit", "network")
-
-
 def agent_of(command: str | Sequence[str]) -> str:
     """The agent that a command starts, or ''."""
     word = (command.split() if isinstance(command, str) else command)[0]
@@ -1693,9 +2197,12 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
     import json
 
     agent = config.get("yolo") or (agent_of(config.get("command")) if config.get("command") else "")
-    kept = {key: flags.values[key] for key in FLAG_KEYS if key in flags.values}
+    # not the directory: where a later run comes from does not change it
+    kept = {name: value for name, value in flags.values.items()
+            if KEYS[name].fixed and name != "hostPath"}
     if agent:
-        kept.update({key: config.get(key) for key in EXCLUSIVE if config.get(key)})
+        kept |= {key.name: config.get(key.name) for key in KEYS.values()
+                 if key.excludes and config.get(key.name)}
     return {
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
@@ -1704,42 +2211,29 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
     }
 
 
-def mount_argv(host: str, container: str, options: str = "") -> list[str]:
-    """A bind mount that fails when the host path does not exist; any character may be in the paths."""
-    chosen = options.split(",") if options else []
-    if "z" in chosen or "Z" in chosen:  # docker's --mount knows no relabelling
-        return ["--volume", f"{host}:{container}:{options}"]
-    fields = ["type=bind", f"source={host}", f"target={container}",
-              *(["readonly"] if "ro" in chosen else [])]
-    return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f
-                                for f in fields)]
+def limits() -> list[Key]:
+    """The keys that engines have an option of their own for."""
+    return [key for key in KEYS.values() if key.limit]
 
 
-def create_argv(engine: Engine, name: str, spec: Mapping[str, Any],
-                labels: Mapping[str, str]) -> list[str]:
+def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
+                 labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
-    argv = [engine.name, "run", "-d", "--init", "--pull", "never", "--name", name, "--user", "0:0",
-            "--workdir", spec["workdir"], "-e", f"HOME={CONTAINER_HOME}", "--cap-drop", "ALL",
-            *SESSION_LOG]
-    argv += [f"--cap-add={capability}" for capability in CAPABILITIES]
-    argv += ["--http-proxy=false"] if engine.name == "podman" else []
-    for key, flag in (("pidsLimit", "--pids-limit"), ("memory", "--memory"), ("cpus", "--cpus")):
-        argv += [flag, str(spec[key])] if spec[key] else []
-    network = "none" if isinstance(spec["network"], dict) else spec["network"]
-    argv += ["--network", network] if network != "open" else []
-    for port in spec["ports"]:
-        argv += ["--publish", port]
-    for key, value in labels.items():
-        argv += ["--label", f"{key}={value}"]
-    argv += mount_argv(spec["sources"][0], spec["workdir"])
-    for source, volume in zip(spec["sources"][1:], spec["volumes"], strict=True):
-        argv += mount_argv(source, *volume.split(":")[1:])
-    if volume := Session(name, "", labels).volume:
-        argv += ["--volume", f"{volume}:{NET_DIRECTORY}:ro", "-e", f"SANDBOX_PROXY={PROXY_URL}"]
-    user = labels["sandbox.user"].split(":")
+    volume = Session(name, "", labels).volume
+    options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
     script = asset("session/mounts.sh") + asset("session/init.sh")
-    return [*argv, "--entrypoint", "sh", spec["image"], "-c", script.decode(), "sandbox", *user,
-            *mounts_meant(spec)]
+    return engine.create_argv(
+        name, spec["image"],
+        ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"),
+         *mounts_meant(spec)],
+        labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
+        env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else [])],
+        limits={key.limit: spec[key.name] for key in limits()},
+        network="none" if isinstance(spec["network"], dict) else spec["network"],
+        ports=spec["ports"],
+        binds=list(zip(spec["sources"], mount_targets(spec), options, strict=True)),
+        volumes=[f"{volume}:{NET_DIRECTORY}:ro"] if volume else [],
+        log_size="1m")  # it has a limit because root inside the container can write to it
 
 
 def mount_targets(spec: Mapping[str, Any]) -> list[str]:
@@ -1785,31 +2279,36 @@ def place_of(source: str) -> str:
             if fields[0] == mount:
                 inner = within(path, fields[4]) or ""
                 return f"{fields[2]} {os.path.join(fields[3], inner) if inner else fields[3]}"
-    raise FileNotFoundError(f"no mount {mount}")  # in a root directory that is no mount
+    raise FileNotFoundError(f"no mount {mount}")  # as under chroot, where "/" is no mount
+
+
+# What an engine's daemon starts containers with.
+OTHER_SOCKETS = ("/run/containerd/containerd.sock", "/run/crio/crio.sock")
 
 
 def engine_sockets() -> list[str]:
     """Paths at which an engine may listen: who reaches one of them owns the host."""
     run_user = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     home = os.path.expanduser("~")
-    known = ["/run/docker.sock", "/run/podman/podman.sock", "/run/containerd/containerd.sock",
-             "/run/crio/crio.sock",
-             f"{run_user}/docker.sock", f"{run_user}/podman/podman.sock",
-             f"{home}/.docker/run/docker.sock",
-             f"{home}/.docker/desktop/docker.sock", f"{home}/.colima/default/docker.sock"]
-    for variable in ("DOCKER_HOST", "CONTAINER_HOST"):
+    known = [path.format(run=run_user, home=home)
+             for engine in ENGINES.values() for path in engine.sockets]
+    for variable in (engine.address_variable for engine in ENGINES.values()):
         if os.environ.get(variable, "").startswith("unix://"):
             known.append(os.environ[variable].removeprefix("unix://"))
+    known += OTHER_SOCKETS
     return [os.path.realpath(path) for path in known]
 
 
 def check_mounts(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when a mount would hand out an engine's socket, or two go to one place."""
     paths = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    sockets = engine_sockets()
+    names = {os.path.basename(path) for engine in ENGINES.values() for path in engine.sockets}
+    names.update(map(os.path.basename, OTHER_SOCKETS))
     for source, real in zip(paths, spec["sources"], strict=True):
-        for socket in engine_sockets():
+        for socket in sockets:
             inside = os.path.commonpath([real, socket]) == real and os.path.exists(socket)
-            if inside or os.path.basename(real) in ("docker.sock", "podman.sock", "containerd.sock", "crio.sock"):
+            if inside or os.path.basename(real) in names:
                 raise SandboxError(
                     f"{source} holds an engine's socket: whoever reaches it owns the host",
                                    "mount something narrower, or say --allow-engine-socket", 125)
@@ -1844,19 +2343,6 @@ def check_spec(spec: Mapping[str, Any]) -> None:
                                "rename it: no control characters, nothing but UTF-8", 125)
 
 
-class Created(Output):
-    """A container that is being created: of two that share a new volume podman lets one fail, which tries again."""
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        super().__init__(argv, LONG_SECONDS)
-
-    def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
-        status, out, err = super().result(limit_bytes)
-        if status and "volume already exists" in err:
-            return Output(self.argv, LONG_SECONDS).result()
-        return status, out, err
-
-
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
                    spec: Mapping[str, Any]) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed. Raises SandboxError.
@@ -1869,23 +2355,22 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     session = Session(name, "running", labels)
     status = 1
     try:
-        proxy = Created(proxy_argv(engine, session, spec)) if session.proxy else None
-        status, out, err = Created(create_argv(engine, name, spec, labels)).result()
+        proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
+        status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
         if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
             status, out, err = ended
     finally:
         if status:
             remove_leftover(engine, session)
-    if status and "already in use" in err and "name" in err.lower():
+    if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
-    if status and diagnose(err) == "image":
+    if status and engine.diagnose(err) == "image":
         raise missing_image(engine, config)
     if status:
-        raise failure(engine.name, err)
-    limits = [key for key in ("memory", "cpus", "pidsLimit")
-              if config.source(key) not in ("", "default")]
-    if limits and err.strip():
-        say(err.strip())  # the engine cannot keep them
+        raise engine.failure(err)
+    limited = any(config.source(key.name) not in ("", "default") for key in limits())
+    if limited and err.strip():
+        say(err.strip())  # the engine warns that it cannot enforce a limit
     session.id = out.strip()
     remember(engine, session)
     return engine, session
@@ -1894,12 +2379,12 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
 def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
                      spec: Mapping[str, Any]) -> Session:
     """Create a session anew from what is configured now; where that fails the old one is there, stopped."""
-    stopped(engine, session)
-    engine.ask("rename", session.id, f"{session.name}.{random_id()}")
+    stop_session(engine, session)
+    engine.ask(engine.argv("rename", session.id, f"{session.name}.{random_id()}"))
     try:
         _, fresh = create_session([engine], session.name, config, flags, spec)
     except BaseException:
-        engine.output("rename", session.id, session.name).result()
+        Output(engine.argv("rename", session.id, session.name)).result()
         raise
     remove_container(engine, session)
     return fresh
@@ -1907,33 +2392,36 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
 
 def container_user(rootless: bool) -> str:
     """uid:gid in the container whose files belong to us: a rootless engine maps its root to us."""
-    # `sg docker` has made docker our group
+    # `sg docker` has made docker our group; this variable holds the one that we had before.
     own_group = os.environ.get("SANDBOX_REGROUPED") or os.getgid()
     return "0:0" if rootless else f"{os.getuid()}:{own_group}"
 
 
 def remove_leftover(engine: Engine, session: Session) -> None:
     """Remove the containers of a failed creation, and no other that has the name."""
-    status, out, _ = engine.output(*INSPECT, session.name).result()
-    if not status and f'"sandbox.session":"{session.labels["sandbox.session"]}"' in out:
-        engine.output("rm", "-f", "-v", session.name, seconds=LONG_SECONDS).result()
+    status, out, _ = Output(engine.inspect_argv(session.name)).result()
+    if not status:
+        *_, labels = engine.read_inspected(out)
+        if labels.get("sandbox.session") == session.labels["sandbox.session"]:
+            Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
 
 
-def started(engine: Engine, session: Session) -> Session:
+def start_session(engine: Engine, session: Session) -> Session:
     """The session, running."""
     if session.state != "running":
         if session.state == "paused":
-            hint = f"run: {engine.name} unpause {session.name}"
+            hint = "run: " + quote_all(engine.argv("unpause", session.name))
             raise SandboxError(f"the container {session.name} is paused", hint, 125)
         have, _ = session.created()
         if any(resolved(path) != path for path in have.get("sources", ())):
-            raise turned(session)
-        # anew, for what has run here may have left it stuck; its rules before anything runs
+            raise mount_turned(session)
+        # Restart the proxy: what ran in the session before may have left it stuck. Give it its
+        # rules before any command runs.
         if session.proxy:
-            engine.output(*restart_argv(session), seconds=LONG_SECONDS).result()
+            Output(engine.argv("restart", session.proxy), LONG_SECONDS).result()
             set_rules(engine, session, network_of(session, session_config(session)))
-        engine.ask("start", session.name, seconds=LONG_SECONDS)
+        engine.ask(engine.argv("start", session.name), LONG_SECONDS)
         session.state = "running"
         if have.get("sources"):
             check_mounted(engine, session, have)
@@ -1946,31 +2434,31 @@ def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> 
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
-    argv = ["exec", "--user", "0:0", session.name, "sh", "-c", script, "sandbox", *meant]
-    status, _, err = engine.output(*argv).result()
+    command = ["sh", "-c", script, "sandbox", *meant]
+    status, _, err = Output(engine.exec_argv(session.name, command, user="0:0")).result()
     if status == TURNED_STATUS:
-        stopped(engine, session)
-        raise turned(session)
-    # else what comes next says how it ended
+        stop_session(engine, session)
+        raise mount_turned(session)
+    # Where the container has ended, the command that comes next says so.
     if status and end_of(engine, session, status)[0] == "running":
-        raise failure(engine.name, err)
+        raise engine.failure(err)
 
 
 TURNED_STATUS = 97
 
 
-def turned(session: Session) -> SandboxError:
+def mount_turned(session: Session) -> SandboxError:
     return SandboxError(f"a mount of {session.name} now leads through a link to another place",
                         f"look at its mounted paths, then: sandbox rm {session.name}", 125)
 
 
-def stopped(engine: Engine, session: Session) -> Session:
+def stop_session(engine: Engine, session: Session) -> Session:
     """The session, with nothing running in it."""
     if session.state == "running":
-        engine.ask("stop", "-t", "5", session.name, seconds=LONG_SECONDS)
+        engine.ask(engine.argv("stop", session.name), LONG_SECONDS)
         session.state = "exited"
         if session.proxy:
-            engine.output("stop", "-t", "5", session.proxy, seconds=LONG_SECONDS).result()
+            Output(engine.argv("stop", session.proxy), LONG_SECONDS).result()
     return session
 
 
@@ -2008,52 +2496,38 @@ PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
 CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_MEMORY = "512m"  # 256 connections that nobody reads take 300 MB, with their sockets
 KEPT_DIRECTORY = "/var/lib/sandbox-net"  # a volume of the proxy's own, unseen by the session
-PROXY_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=10m")
 
 
 def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> list[str]:
     """The engine call that starts the proxy of a session, from the same image, on the engine's default network."""
     import json
 
-    argv = [engine.name, "run", "-d", "--pull", "never", "--name", session.proxy, "--user", "0:0",
-            "--workdir", "/",
-            "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--restart",
-            "on-failure",
-            "--pids-limit", "1024", "--memory", PROXY_MEMORY, *PROXY_LOG,
-            "--volume", f"{session.volume}:{NET_DIRECTORY}", "--volume", KEPT_DIRECTORY]
-    argv += ["--http-proxy=false"] if engine.name == "podman" else []
-    for key, value in (("session", session.labels["sandbox.session"]), ("proxy", session.name)):
-        argv += ["--label", f"sandbox.{key}={value}"]
-    argv += ["-e", f"SANDBOX_SESSION={session.name}", "-e",
-             f"SANDBOX_RULES={json.dumps(spec['network'])}"]
-    return [*argv, "--entrypoint", PROXY_PROGRAM[0], spec["image"], *PROXY_PROGRAM[1:], "serve"]
+    return engine.create_argv(
+        session.proxy, spec["image"], [*PROXY_PROGRAM, "serve"],
+        labels={"sandbox.session": session.labels["sandbox.session"],
+                "sandbox.proxy": session.name},
+        workdir="/", service=True, limits={"pids-limit": 1024, "memory": PROXY_MEMORY},
+        volumes=[f"{session.volume}:{NET_DIRECTORY}", KEPT_DIRECTORY],
+        env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={json.dumps(spec['network'])}"],
+        log_size="10m")
 
 
-def restart_argv(session: Session) -> list[str]:
-    """The engine's arguments that start the proxy of a session, and end it before where it runs."""
-    return ["restart", "-t", "1", session.proxy]
-
-
-def set_argv(session: Session, network: Any) -> list[str]:
-    """The engine's arguments that give the proxy its rules."""
+def set_argv(engine: Engine, session: Session, network: Any) -> list[str]:
+    """The engine call that gives the proxy its rules."""
     import json
 
-    return ["exec", "-e", f"SANDBOX_RULES={json.dumps(network)}", session.proxy, *PROXY_PROGRAM,
-            "set"]
+    return engine.exec_argv(session.proxy, [*PROXY_PROGRAM, "set"],
+                            env=[f"SANDBOX_RULES={json.dumps(network)}"])
 
 
 def set_rules(engine: Engine, session: Session, network: Any) -> None:
     """Put the rules in force, with the proxy started where it is not running. Raises SandboxError."""
-    if engine.output(*set_argv(session, network)).result()[0]:
+    argv = set_argv(engine, session, network)
+    if Output(argv).result()[0]:
         start_proxy(engine, session)
-        engine.ask(*set_argv(session, network))
-        if session.state == "running":  # its gate looks for a new proxy now and then
-            engine.output("exec", session.name, "sh", "-c", LISTENING).result()
-
-
-def log_argv(engine: Engine, session: Session, *options: str) -> list[str]:
-    """The engine call that prints a proxy's last decisions, a JSON object per line."""
-    return [engine.name, "logs", *options, session.proxy]
+        engine.ask(argv)
+        if session.state == "running":  # the session's gate takes a moment to find a new proxy
+            Output(engine.exec_argv(session.name, ["sh", "-c", LISTENING])).result()
 
 
 def decision_of(line: str | bytes) -> Any:
@@ -2072,10 +2546,10 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
     import io
     import tarfile
 
-    path = f"{session.proxy}:{KEPT_DIRECTORY}/decisions"
-    status, out, _ = engine.output("cp", path, "-").result()
+    argv = engine.copy_argv(session.proxy, f"{KEPT_DIRECTORY}/decisions")
+    status, out, _ = Output(argv).result()
     if status:
-        return []  # there was none yet, or the proxy is one that kept none
+        return []  # nothing was decided yet, or an old proxy that keeps no such file
     with tarfile.open(fileobj=io.BytesIO(out.encode())) as archive:
         files = [archive.extractfile(member) for member in archive]
         lines = [line for file in files if file for line in file.read().splitlines()]
@@ -2086,12 +2560,12 @@ def show_log(engine: Engine, session: Session, follow: bool) -> int:
     """Print the decisions that are in the log, and before them the hosts that came before these."""
     import json
 
-    _, out, _ = Output(log_argv(engine, session)).result()
+    _, out, _ = Output(engine.logs_argv(session.proxy)).result()
     oldest = next(filter(None, map(decision_of, out.splitlines())), {"time": "9999"})["time"]
     for entry in kept_decisions(engine, session):
         if entry["first"] < oldest:
             print(json.dumps(entry), flush=True)
-    return call(log_argv(engine, session, *(["-f"] if follow else [])), output=1)
+    return call(engine.logs_argv(session.proxy, follow=follow), output=1)
 
 
 def refusals(engine: Engine, session: Session, since: float) -> list[str]:
@@ -2099,8 +2573,8 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     if not session.proxy:
         return []
     out = ""
-    with suppress(EngineProblem):  # which is no reason to lose the status of what has run
-        _, out, _ = Output(log_argv(engine, session, "--since", f"{since:.9f}")).result()
+    with suppress(EngineProblem):  # a log that cannot be read must not hide the command's status
+        _, out, _ = Output(engine.logs_argv(session.proxy, since=since)).result()
     entries = filter(None, map(decision_of, out.splitlines()))
     denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries
                            if e["verdict"] == "deny")
@@ -2111,19 +2585,19 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
 
 def start_proxy(engine: Engine, session: Session) -> None:
     """Start the proxy of a session, or make it again when somebody has removed it. Raises SandboxError."""
-    status, _, err = engine.output("start", session.proxy, seconds=LONG_SECONDS).result()
-    if status and "no such container" in err.lower():
+    status, _, err = Output(engine.argv("start", session.proxy), LONG_SECONDS).result()
+    if status and engine.is_absent(err):
         argv = proxy_argv(engine, session, session.created()[0])
         status, _, err = Output(argv, LONG_SECONDS).result()
     if status:
-        raise failure(engine.name, err)
+        raise engine.failure(err)
 
 
 def remove_proxy(engine: Engine, session: Session) -> None:
     """Remove the proxy of a session and the volume they shared, as far as they are there."""
     if session.proxy:
-        engine.output("rm", "-f", "-v", session.proxy, seconds=LONG_SECONDS).result()
-        engine.output("volume", "rm", session.volume).result()
+        Output(engine.argv("remove", session.proxy), LONG_SECONDS).result()
+        Output(engine.argv("remove-volume", session.volume)).result()
 
 
 def network_of(session: Session, config: Config) -> Any:
@@ -2137,7 +2611,7 @@ def network_of(session: Session, config: Config) -> Any:
 # --- Commands in a session ---
 
 
-class Request:
+class RunRequest:
     """One `run`, decided and not yet carried out."""
 
     def __init__(self, args: argparse.Namespace, *, look: bool) -> None:
@@ -2239,7 +2713,7 @@ def exec_env(config: Config, workdir: str) -> dict[str, str]:
     env = {"HOME": CONTAINER_HOME}
     for agent in AGENTS.values():
         env.update(agent.env)
-    env.update(OPENCODE_YOLO if config.get("yolo") == "opencode" else {})
+    env.update(AGENTS[config.get("yolo")].yolo_env if config.get("yolo") else {})
     env.update((name, value) for name, (value, _) in config.env().items())
     if script := config.get("autostart"):
         env["SANDBOX_AUTOSTART"] = f"cd {quote_all([workdir])}\n{script}"
@@ -2272,10 +2746,6 @@ def compose(command: str | Sequence[str], args: Sequence[str]) -> list[str]:
     return [*command, *args]
 
 
-# docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
-DETACH_KEYS = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
-
-
 def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command: Sequence[str], *,
               stdin: bool = False, size: tuple[int, int] | None = None) -> list[str]:
     """The engine call that runs a command in a session; with `size` (rows, columns) on a terminal.
@@ -2283,20 +2753,19 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
     The caller puts env_script() into SANDBOX_ENV of the call's environment.
     """
     rows, columns = size or (0, 0)
-    return [engine.name, "exec", *(["-i"] if stdin else []),
-            *(["-t", "--detach-keys", DETACH_KEYS] if size else []),
-            "--user", session.user, "--workdir", workdir, "-e", "SANDBOX_ENV", "-e",
-            f"SANDBOX_EXEC={tag}",
-            session.id or session.name, "sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns),
-            *command]
+    return engine.exec_argv(
+        session.id or session.name,
+        ["sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns), *command],
+        user=session.user, workdir=workdir, env=["SANDBOX_ENV", f"SANDBOX_EXEC={tag}"],
+        stdin=stdin, terminal=size is not None)
 
 
 def signal_tagged(engine: Engine, session: Session, tag: str, name: str,
                   grace_seconds: int) -> None:
     """Signal everything that a tagged exec has started, as far as the engine answers; see static/session/signal.sh."""
-    argv = [engine.name, "exec", "--user", session.user, session.id or session.name,
-            "sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag,
-            str(grace_seconds)]
+    command = ["sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag,
+               str(grace_seconds)]
+    argv = engine.exec_argv(session.id or session.name, command, user=session.user)
     with suppress(EngineProblem):
         Output(argv, CALL_SECONDS + grace_seconds).result()
 
@@ -2310,7 +2779,7 @@ def terminal_size() -> tuple[int, int]:
     return (size.lines, size.columns) if size.lines and size.columns else (24, 80)
 
 
-def run_command(engine: Engine, session: Session, request: Request, command: Sequence[str],
+def run_command(engine: Engine, session: Session, request: RunRequest, command: Sequence[str],
                 tag: str) -> int:
     """Run a command in a session on our own stdin, stdout and stderr; its exit status.
 
@@ -2344,9 +2813,9 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
         handlers.update(dict.fromkeys((signal.SIGWINCH, signal.SIGALRM), resize_again))
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        with terminal_kept(terminal):
+        with keep_terminal(terminal):
             pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
-            return status_of(pid)
+            return wait_for(pid)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
@@ -2354,7 +2823,7 @@ def run_command(engine: Engine, session: Session, request: Request, command: Seq
 
 
 @contextmanager
-def terminal_kept(terminal: bool) -> Iterator[None]:
+def keep_terminal(terminal: bool) -> Iterator[None]:
     """Put the terminal back as it was: an engine's client that is killed leaves it raw."""
     if not terminal:
         yield
@@ -2369,127 +2838,10 @@ def terminal_kept(terminal: bool) -> Iterator[None]:
             termios.tcsetattr(0, termios.TCSADRAIN, mode)
 
 
-# --- Jobs ---
-# A job is a command whose output goes into a folder; `sandbox __job` watches it and outlives the
-# web service.
-
-JOB_BYTES = 1 << 30  # of output that is kept
-STATUS_BYTES = 512
-
-
-def write_job(folder: str, job: Mapping[str, Any]) -> None:
-    """Make the folder of a job, which others see when it is supervised.
-
-    The room for its status is taken now, so that it fits on a full disk.
-    """
-    import json
-
-    make_private(folder)
-    for name, content in (("output", b""), ("runs", b""), ("lock", b""), ("status", b" " * STATUS_BYTES)):
-        with open(os.path.join(folder, name), "wb") as file:
-            file.write(content)
-    write_private(os.path.join(folder, "job.json.new"), json.dumps(job))
-
-
-class Recorder:
-    """Writes two streams into one file as they come, and the lengths of their runs into another.
-
-    The runs are stdout's and stderr's in turn, stdout's first, as LEB128; the last one is not written, as it
-    still grows. A run's length is written before what follows it.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.output, self.runs = (os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND)
-                                  for name in ("output", "runs"))
-        self.stream, self.run, self.total, self.error = 0, 0, 0, ""
-
-    def add(self, stream: int, data: bytes) -> None:
-        """Keep the data. A failure is noted, and what comes after it is dropped."""
-        if self.error:
-            return
-        if self.total + len(data) > JOB_BYTES:
-            self.error = f"only the first {self.total} bytes of the output were kept"
-            return
-        try:
-            if stream != self.stream:
-                write_all(self.runs, leb128(self.run))
-                self.stream, self.run = stream, 0
-            write_all(self.output, data)
-        except OSError as error:
-            self.error = f"the output could not be kept: {error.strerror}"
-        self.run, self.total = self.run + len(data), self.total + len(data)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def leb128(number: int) -> bytes:
-    """A number in groups of seven bits, the lowest first."""
-    result = bytearray()
-    while number > 127:
-        result.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*result, number])
-
-
-def supervise(folder: str) -> int:
-    """Detach, run the job of a folder to its end, and write its status. The lock is held before this returns."""
-    import fcntl
-    import json
-
-    path = os.path.join(folder, "job.json")
-    argv = read_json(f"{path}.new")["argv"]
-    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.rename(f"{path}.new", path)  # who saw the job without its lock would take it for lost
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    recorder = Recorder(folder)
-    try:
-        result: dict[str, Any] = {"exit": record(argv, recorder)}
-    except OSError as error:
-        result = {"exit": 125, "error": f"{argv[0]}: {error.strerror}"}
-    import time
-
-    moment = time.time()
-    result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment * 1000) % 1000:03d}Z"
-    status = os.open(os.path.join(folder, "status"), os.O_WRONLY)
-    os.write(status,
-             json.dumps({**({"error": recorder.error} if recorder.error else {}),
-                         **result}).encode())
-    return 0
-
-
-def record(argv: Sequence[str], recorder: Recorder) -> int:
-    """Run argv with its output going to a recorder; its exit status."""
-    import select
-
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    pid = spawn(argv, fds={1: out_end, 2: err_end})
-    Output.close(out_end, err_end)
-    streams, poller = {out: 0, err: 1}, select.poll()
-    for fd in streams:
-        poller.register(fd, select.POLLIN)
-    while streams:
-        for fd, _ in poller.poll():
-            if data := os.read(fd, 65536):
-                recorder.add(streams[fd], data)
-            else:
-                poller.unregister(fd)
-                del streams[fd]
-    return status_of(pid)
-
-
 # --- Image ---
 
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
-IMAGE_FILES = ("claude-settings.json", "claude.json", "claude.sh", "codex.sh", "codex.toml",
-               "dpkg.cfg", "gemini-settings.json", "gitconfig", "install-agents", "install-node",
-               "install-settings", "install-tools", "proxy.py", "sudo.pam", "sudoers", "tools.txt")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt",
@@ -2522,11 +2874,17 @@ def split_build_version(version: str, tool: str) -> tuple[str, str]:
     return f"{number}-{variant}", tool
 
 
+def containerfile(instruction: str) -> list[list[str]]:
+    """The words that follow an instruction in the Containerfile, of each line that has it."""
+    text = asset("image/Containerfile").decode().replace("\\\n", " ")
+    lines = map(str.split, text.splitlines())
+    return [words[1:] for words in lines if words[:1] == [instruction]]
+
+
 def check_build_args(args: Mapping[str, str]) -> None:
     """Raise SandboxError for a build argument, a tool or an agent that the image does not know."""
-    lines = asset("image/Containerfile").decode().splitlines()
-    declared = {line.split()[1].partition("=")[0] for line in lines if line.startswith("ARG ")}
-    known = sorted(declared.union(PROXY_VARIABLES))
+    declared = (words[0].partition("=")[0] for words in containerfile("ARG"))
+    known = sorted({*declared, *PROXY_VARIABLES})
     tools = ["full", *tool_packages()]
     for name in args:
         if name not in known:
@@ -2536,7 +2894,7 @@ def check_build_args(args: Mapping[str, str]) -> None:
         if tool not in tools:
             hint = f"TOOL is of {', '.join(tools)}"
             raise SandboxError(f"the image has no tool {tool!r}{nearest(tool, tools)}", hint, 2)
-    for agent in args.get("AGENTS", "claude").split(","):
+    for agent in args["AGENTS"].split(",") if "AGENTS" in args else ():
         if agent not in AGENTS:
             hint = f"AGENTS is of {', '.join(AGENTS)}"
             raise SandboxError(f"there is no agent {agent!r}{nearest(agent, AGENTS)}", hint, 2)
@@ -2555,8 +2913,7 @@ def tool_packages() -> dict[str, list[str]]:
 def build_image(engine: Engine, config: Config, update_agents: bool = False,
                 agents: Sequence[str] = ()) -> None:
     """Build the image of a configuration, or with these agents. Raises SandboxError."""
-    if engine.name == "podman":
-        check_podman(engine)
+    engine.check_helpers()
     given = dict(item.split("=", 1) for item in config.all("imageBuildArgs"))
     version, tool = split_build_version(config.get("imageVersion"), given.get("TOOL", ""))
     args = {**given, "TOOL": tool, **({"AGENTS": ",".join(agents)} if agents else {})}
@@ -2567,7 +2924,7 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False,
     args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
     steps = 1
     if not given.get("BASE"):
-        args["BASE"], steps = base_image(engine, [given["APT_MIRROR"]] if "APT_MIRROR" in given else [])
+        args["BASE"], steps = ensure_base_image(engine, given.get("APT_MIRROR", ""))
     call_build(engine, tag, args, Step(f"build {tag}", steps, steps, UNMADE))
     if before.id:
         before.remove_untagged()
@@ -2578,41 +2935,32 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
     """Build from the files of static/image/. Raises SandboxError."""
     import tempfile
 
-    argv = [engine.name, "build", "--force-rm", "-t", tag,
-            "--label", f"sandbox.agents={args['AGENTS_UPDATED']}",
-            "--label", f"sandbox.programs={args['AGENTS']}"]
-    for name, value in args.items():
-        argv += ["--build-arg", f"{name}={value}"]
-    for name in PROXY_VARIABLES:
-        argv += ["--build-arg", name] if os.environ.get(name) else []
-    if any(f"//{host}" in os.environ.get(n, "") for n in PROXY_VARIABLES
-           for host in ("127.", "localhost", "[::1]")):
-        argv += ["--network", "host"]
+    given = [f"{name}={value}" for name, value in args.items()]
+    given += [name for name in PROXY_VARIABLES if os.environ.get(name)]
+    labels = {"sandbox.agents": args["AGENTS_UPDATED"], "sandbox.programs": args["AGENTS"]}
+    host_network = any(f"//{host}" in os.environ.get(n, "") for n in PROXY_VARIABLES
+                       for host in ("127.", "localhost", "[::1]"))
     with tempfile.TemporaryDirectory(prefix="sandbox-build-") as context:
-        for name in ("Containerfile", "ca.crt", *IMAGE_FILES):
+        copied = [name for words in containerfile("COPY") for name in words[:-1]]
+        for name in ("Containerfile", *copied):
             with open(os.path.join(context, name), "wb") as file:
                 file.write(host_ca_bundle() if name == "ca.crt" else asset(f"image/{name}"))
                 os.fchmod(file.fileno(), 0o644)  # the mode goes into the image
         try:
-            step.run([*argv, "-f", os.path.join(context, "Containerfile"), context])
+            step.run(engine.build_argv(tag, context, labels, given, host_network))
         except SandboxError as error:
             raise build_failure(engine) or error from None
 
 
 def build_failure(engine: Engine) -> SandboxError | None:
     """What has ended a build, where this machine shows it."""
-    facts = {"docker": "{{.DockerRootDir}}", "podman": "{{.Store.GraphRoot}}"}
-    root = engine.output("info", "--format", facts[engine.name]).result()[1].strip()
+    root = Output(engine.argv("storage")).result()[1].strip()
     with suppress(OSError):  # it may be another machine's
         stat = os.statvfs(root)
         if stat.f_bavail * stat.f_frsize < FULL_BYTES:
             return SandboxError(f"{engine.name} build found no space left at {root}",
-                                HINTS["no space left"], 125)
-    tables = "nft" if version_numbers(engine.version) >= (5,) else "iptables"
-    if engine.name == "podman" and os.getuid() == 0 and not program(tables):
-        return problem("helper", "podman",
-                       f"podman could not find {tables}, without which a container has no network")
-    return None
+                                NO_ROOM_HINT, 125)
+    return engine.build_problem()
 
 
 def host_ca_bundle() -> bytes:
@@ -2629,20 +2977,18 @@ class Image:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
-        label = '|{{index .Config.Labels "sandbox.%s"}}'
-        form = "{{.Id}}" + label % "agents" + label % "programs"
-        status, out, _ = engine.output("image", "inspect", "--format", form, name).result()
-        self.id, stamp, agents = ("", "", "") if status else out.strip("\n").split("|", 2)
+        status, out, _ = Output(engine.image_argv(name)).result()
+        self.id, self.names, labels = ("", [], {}) if status else engine.read_image(out)
+        stamp, agents = labels.get("sandbox.agents", ""), labels.get("sandbox.programs", "")
         self.stamp = stamp if stamp.isdigit() else ""
-        # () where it does not say
+        # An image without that label says nothing about its agents: then this is ().
         self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))
 
     def remove_untagged(self) -> None:
         """Remove an image whose name a new one has taken, unless it has another or is in use."""
-        inspect = ("image", "inspect", "--format", "{{.RepoTags}}", self.id)
-        status, tags, _ = self.engine.output(*inspect).result()
-        if not status and tags.strip() == "[]":
-            self.engine.output("image", "rm", self.id).result()
+        now = Image(self.engine, self.id)
+        if now.id and not now.names:
+            Output(self.engine.argv("remove-image", self.id)).result()
 
 
 def agents_stamp(image: Image, update: bool) -> str:
@@ -2654,17 +3000,17 @@ def agents_stamp(image: Image, update: bool) -> str:
     return str(int(time.time()) // (1 if update else 86400))
 
 
-def base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
+def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
     """The distribution's base image: at hand, from a registry, or made from the distribution's mirror.
 
     With it the number of steps that the build has: 2 where the base was fetched or made first.
     """
     for name in (BASE_IMAGE, LOCAL_BASE):
-        if engine.output("image", "inspect", name).result()[0] == 0:
+        if Image(engine, name).id:
             return name, 1
     fetch = Step(f"fetch {BASE_IMAGE}", 1, 2)
     try:
-        fetch.run([engine.name, "pull", "-q", BASE_IMAGE])
+        fetch.run(engine.argv("pull", BASE_IMAGE))
     except SandboxError:
         fetch.forget_log()
         say(f"no registry gives {BASE_IMAGE} ({fetch.tail[-1] if fetch.tail else 'it says nothing'})")
@@ -2673,7 +3019,7 @@ def base_image(engine: Engine, mirror: Sequence[str]) -> tuple[str, int]:
     return BASE_IMAGE, 2
 
 
-def make_base(engine: Engine, mirror: Sequence[str]) -> None:
+def make_base(engine: Engine, mirror: str) -> None:
     """Make LOCAL_BASE from the distribution's own mirror or the one given, as root. Raises SandboxError."""
     from shutil import which
 
@@ -2691,20 +3037,19 @@ def make_base(engine: Engine, mirror: Sequence[str]) -> None:
     script, dpkg_cfg = (asset(f"image/{name}").decode() for name in ("make-base", "dpkg.cfg"))
     tools = ",".join(tool_packages()["common"])
     Step(f"make {LOCAL_BASE} from Debian's mirror", 1, 2, UNMADE).run(
-        ["sh", "-c", script, "sh", BASE_SUITE, LOCAL_BASE, engine.name, " ".join(as_root([])),
-         tools,
-         dpkg_cfg, *mirror])
+        ["sh", "-c", script, "sh", BASE_SUITE, " ".join(as_root([])), tools, dpkg_cfg, mirror,
+         *engine.argv("import", "root.tar", LOCAL_BASE)])
 
 
 # --- Commands ---
 
 
-def open_session(request: Request) -> tuple[Engine, Session, bool]:
+def open_session(request: RunRequest) -> tuple[Engine, Session, bool]:
     """The running session of a request, and whether it was created now."""
     if request.session:
-        # "created": another run starts it
+        # In the state "created" another run is starting it, so it is not fresh for us.
         engine, fresh = request.engines[0], request.session.state == "exited"
-        session = started(engine, request.session)
+        session = start_session(engine, request.session)
         put_rules(engine, session, request, True)
     else:
         engine, session = create_session(request.engines, request.name, request.config, request.flags,
@@ -2715,16 +3060,16 @@ def open_session(request: Request) -> tuple[Engine, Session, bool]:
     return engine, session, not request.session
 
 
-def put_rules(engine: Engine, session: Session, request: Request, start: bool) -> bool:
+def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
     """Put an existing session's rules in force; those that --allow has added stay. False where its proxy is down."""
     if not session.proxy:
         return True
-    with settings_locked(session.name):  # and read again: somebody may have changed them
+    with lock_settings(session.name):  # and read again: somebody may have changed them
         network = network_of(session,
                              session_config(session, None, request.flags, request.args.profile))
         if start:
             set_rules(engine, session, network)
-        elif engine.output(*set_argv(session, network)).result()[0]:
+        elif Output(set_argv(engine, session, network)).result()[0]:
             return False
         if isinstance(request.flags.values.get("network"), dict):
             write_settings(session.name, read_settings(session.name) | {"network": network})
@@ -2737,7 +3082,7 @@ def cmd_run(args: argparse.Namespace) -> int:
 
     end_on_signals()
     try:
-        request = with_remedies(lambda: Request(args, look=on_terminal() or args.rm_on_exit),
+        request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
                                 args.yes)
         if not request.looked and request.session and put_rules(request.engines[0], request.session, request, False):
             try:
@@ -2745,13 +3090,13 @@ def cmd_run(args: argparse.Namespace) -> int:
             except NotBegun as error:
                 if not error.sure:
                     try:
-                        Request(args, look=True)  # which may have more to say
+                        RunRequest(args, look=True)  # it may raise an error that says more
                     finally:
                         look_next_time(request.engines[0], request.session)
                     raise
         for _ in range(50):  # docker reserves a name before it shows the container
             if not request.looked:
-                request = with_remedies(lambda: Request(args, look=True), args.yes)
+                request = with_remedies(lambda: RunRequest(args, look=True), args.yes)
             with suppress(NameTaken):
                 engine, session, created = with_remedies(lambda: open_session(request), args.yes)  # noqa: B023
                 break
@@ -2764,7 +3109,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     return converse(request, engine, session, created)
 
 
-def converse(request: Request, engine: Engine, session: Session, created: bool) -> int:
+def converse(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
     """Run what was asked for, and on a terminal ask what to do next; the status of what ran last."""
     try:
         return converse_in(request, engine, session, created)
@@ -2773,7 +3118,7 @@ def converse(request: Request, engine: Engine, session: Session, created: bool) 
             remove_session(engine, session)
 
 
-def converse_in(request: Request, engine: Engine, session: Session, created: bool) -> int:
+def converse_in(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
     import time
 
     base = request.base()
@@ -2787,10 +3132,10 @@ def converse_in(request: Request, engine: Engine, session: Session, created: boo
                           request.args.yes)
         for line in refusals(engine, session, since):
             say(line)
-        if status == 127 and request.agent:  # a shell's for a program that is not there
+        if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox rm {session.name}, then run this again")
-        again = next_command(request, session, command) if asks else None
+        again = ask_next_command(request, session, command) if asks else None
         if again is None:
             return status
         if not again:
@@ -2813,7 +3158,7 @@ def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: 
     sure = begun is False
     if not sure:
         look_next_time(engine, session)
-    if fresh and 0 < code < 128:  # one that is stopped ends by a signal
+    if fresh and 0 < code < 128:  # it ended by itself: one that is stopped ends by a signal
         lines = [f"the container {session.name} ended as soon as it was started",
                  *last_lines(engine, session)]
         hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
@@ -2830,44 +3175,43 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
     """The state of a container, '' when it is gone, and the status it ended with."""
     import time
 
-    form = "{{.State.Status}} {{.State.ExitCode}}"
     for _ in range(5):  # the engine learns of the end of its processes one by one
-        gone, out, err = engine.output("container", "inspect", "--format", form, session.id).result()
-        if gone and "no such" not in err.lower():
-            raise failure(engine.name, err)
-        state, _, code = out.strip().partition(" ")
+        gone, out, err = Output(engine.inspect_argv(session.id)).result()
+        if gone and not engine.is_absent(err):
+            raise engine.failure(err)
+        _, _, state, code, _ = ("", "", "", 0, {}) if gone else engine.read_inspected(out)
         if gone or state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
-    return ("", 0) if gone else (state, int(code))
+    return state, code
 
 
 def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
     """Whether a command has left its mark in a container, which need not run; None where that cannot be known."""
-    status, out, _ = engine.output("cp", f"{session.id}:/run/sandbox-began", "-").result(BEGAN_BYTES)
-    # a tar header ends with NUL, and the file begins with this
+    status, out, _ = Output(engine.copy_argv(session.id, "/run/sandbox-began")).result(BEGAN_BYTES)
+    # The answer is a tar archive: its header ends with NUL, and the file begins with "sandbox".
     _, head, marks = out.partition("\0sandbox\n")
     return None if status or not head else f"{tag}\n" in marks
 
 
 def last_lines(engine: Engine, session: Session) -> list[str]:
     """The last lines of a container's own log, for a person."""
-    _, out, err = engine.output("logs", "--tail", "3", session.id).result(LOG_TAIL_BYTES)
+    _, out, err = Output(engine.logs_argv(session.id, tail=3)).result(LOG_TAIL_BYTES)
     return [line[:300] for line in (out + err).strip().splitlines()[-3:]]
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 
-def next_command(request: Request, session: Session, command: list[str]) -> list[str] | None:
+def ask_next_command(request: RunRequest, session: Session, command: list[str]) -> list[str] | None:
     """What the person wants next: a command, [] to remove the container, None to leave it."""
     resume = compose(request.base(), AGENTS[request.agent].resume) if request.agent else []
     say(f"the container {session.name} is still there")
     while True:
         print(MENU.format(resume="[r] resume  " if resume else ""), file=sys.stderr)
         try:
-            answer = question("Keep it? [y] ").lower()
-        except KeyboardInterrupt:  # one press too many, most often
+            answer = ask_person("Keep it? [y] ").lower()
+        except KeyboardInterrupt:  # most often meant for the command that has just ended
             answer = print(file=sys.stderr) or ""
         if answer in ("", "y"):
             agent = AGENTS[request.agent] if resume else None
@@ -2875,7 +3219,7 @@ def next_command(request: Request, session: Session, command: list[str]) -> list
             args = f" -- {quote_all(agent.resume)}" if agent else ""
             say(f"kept; to come back: sandbox run -n {session.name}{yolo}{args}")
             return None
-        if answer == "x" and (line := question("Command: ")):
+        if answer == "x" and (line := ask_person("Command: ")):
             return compose(line, [])
         choice = {"n": [], "1": command, "i": SHELL} | ({"r": resume} if resume else {})
         if answer in choice:
@@ -2891,73 +3235,11 @@ def remove_session(engine: Engine, session: Session) -> None:
 
 
 def remove_container(engine: Engine, session: Session) -> None:
-    name = session.id or session.name
-    status, _, err = engine.output("rm", "-f", "-v", name, seconds=LONG_SECONDS).result()
-    if status and "no such container" not in err.lower():
-        raise failure(engine.name, err)
+    argv = engine.argv("remove", session.id or session.name)
+    status, _, err = Output(argv, LONG_SECONDS).result()
+    if status and not engine.is_absent(err):
+        raise engine.failure(err)
     remove_proxy(engine, session)
-
-
-def settings_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "sessions", f"{name}.json")
-
-
-def read_settings(name: str) -> dict[str, Any]:
-    """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
-    path = settings_path(name)
-    try:
-        data = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
-    if not isinstance(data, dict):
-        raise SandboxError(f"{path}: the file is not a JSON object",
-                           "correct the file or remove it")
-    return data
-
-
-def write_settings(name: str, settings: Mapping[str, Any]) -> None:
-    import json
-
-    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-@contextmanager
-def settings_locked(name: str) -> Iterator[None]:
-    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
-    import fcntl
-
-    path = f"{settings_path(name)}.lock"
-    try:
-        make_private(os.path.dirname(path))
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise SandboxError(f"{path}: {error.strerror}",
-                           "make room or correct the permissions") from None
-    with open(lock, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
-    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
-    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
-                 f"{settings_path(name)}: ")
-
-
-def session_config(session: Session, settings: Mapping[str, Any] | None = None,
-                   flags: Layer | None = None,
-                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
-    data = read_config() if data is None else data
-    settings = read_settings(session.name) if settings is None else settings
-    if profile is None and session.profile in data.get("runs", {}):
-        profile = session.profile
-    _, kept = session.created()
-    created = Layer(kept, dict.fromkeys(kept, f"container {session.name}"))
-    return load_config(flags or Layer({}, {}), profile,
-                       [created, settings_layer(session.name, settings)], data)
 
 
 def jobs_path(name: str) -> str:
@@ -2979,14 +3261,21 @@ def remove_tree(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engine, Session]:
+    """The session that a command was given by its name. Raises SandboxError where there is none."""
+    Layer({"containerName": name}, "check", f"{command}: ")
+    engine, session = find_session(engines, name)
+    if session is None:
+        raise SandboxError(f"there is no container {name}", "sandbox ps lists them")
+    return engine, session
+
+
 def cmd_rm(args: argparse.Namespace) -> int:
     """Remove containers of ours."""
     status, engines = 0, candidates(load_config(flags_layer(args)))
     for name in args.names:
         try:
-            engine, session = find_session(engines, Layer({"containerName": name}, "rm: ").values["containerName"])
-            if session is None:
-                raise SandboxError(f"there is no container {name}", "sandbox ps lists them")
+            engine, session = find_given(engines, name, "rm")
             remove_session(engine, session)
             print(name)
         except EngineProblem:
@@ -2999,12 +3288,6 @@ def cmd_rm(args: argparse.Namespace) -> int:
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
 ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created")
-PS_ARGS = ("ps", "-a", "--filter", "label=sandbox.session", "--format")
-PS_DOCKER = (
-    '{"Names":[{{json .Names}}],"State":{{json .State}},"Image":{{json .Image}},"CreatedAt":{{json .CreatedAt}},'
-    '"Labels":{' + ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}'
-                            for label in PS_LABELS + ID_LABELS) + "}}"
-)
 
 
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
@@ -3014,54 +3297,41 @@ def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
     engine, rows = list_containers(engines)
-    running = {row["Labels"]["sandbox.session"] for row in rows
-               if is_proxy(row) and row["State"] == "running"}
+    running = {row["labels"]["sandbox.session"] for row in rows
+               if is_proxy(row) and row["state"] == "running"}
     return sorted((session_row(engine.name, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
 
 
 def is_proxy(row: Mapping[str, Any]) -> bool:
-    return bool(row["Labels"].get("sandbox.proxy"))
+    return bool(row["labels"].get("sandbox.proxy"))
 
 
 def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, Any]]]:
-    """The containers that carry our labels, sessions and proxies, as the engine shows them."""
-    formats = {"docker": PS_DOCKER, "podman": "json"}
-    engine, status, out, err = first_answer(engines, lambda e: e.output(*PS_ARGS, formats[e.name]))
+    """The containers that carry our labels, sessions and proxies: see Engine.read_list()."""
+    engine, status, out, err = first_answer(
+        engines, lambda e: Output(e.list_argv("sandbox.session", PS_LABELS + ID_LABELS)))
     if status:
-        raise failure(engine.name, err)
-    if engine.name == "podman":
-        return engine, parse_json(out or "[]")
-    return engine, [parse_json(line) for line in out.split("\n") if line]  # a label may hold U+0085
+        raise engine.failure(err)
+    return engine, engine.read_list(out)
 
 
 def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
     """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
-    labels = row["Labels"]
+    labels = row["labels"]
     result = {
-        "name": row["Names"][0], "state": row["State"],
+        "name": row["name"], "state": row["state"],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
-        "image": row["Image"], "created": iso_time(row), "runtime": runtime,
+        "image": row["image"], "created": row["created"], "runtime": runtime,
     }
-    if result["network"] == "allow" and row["State"] == "running" and labels["sandbox.session"] not in proxies:
+    if (result["network"] == "allow" and row["state"] == "running"
+            and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
     try:
         Session(result["name"], "", labels).created()
     except BrokenSession:
         result["state"] = "broken"
     return result
-
-
-def iso_time(row: Mapping[str, Any]) -> str:
-    """docker prints '2026-01-31 12:00:00 +0100 CET', podman gives seconds since 1970."""
-    if isinstance(row.get("Created"), int):
-        import time
-
-        text = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(row["Created"]))
-    else:
-        text = row["CreatedAt"]
-    day, hour, zone = text.split()[:3]
-    return f"{day}T{hour}{zone[:3]}:{zone[3:]}"
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
@@ -3092,9 +3362,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 def cmd_net(args: argparse.Namespace) -> int:
     """Show or change what a session with an allowlist may reach."""
     engines = candidates(load_config(flags_layer(args)))
-    engine, session = find_session(engines, Layer({"containerName": args.session}, "net: ").values["containerName"])
-    if session is None:
-        raise SandboxError(f"there is no container {args.session}", "sandbox ps lists them")
+    engine, session = find_given(engines, args.session, "net")
     if not session.proxy:
         raise SandboxError(
             f"{session.name} has no allowlist: its network is {session.labels.get('sandbox.network')}",
@@ -3110,21 +3378,21 @@ def cmd_net(args: argparse.Namespace) -> int:
         print(json.dumps(network_of(session, session_config(session)), indent=2))
         return 0
     if args.action == "check":
-        Layer({"network": {"allow": args.hosts}}, {"network": "check"}, 2)  # raises
+        Layer({"network": {"allow": args.hosts}}, "check", code=2, places={"network": "check"})
         set_rules(engine, session, network_of(session, session_config(session)))
         return max(check_host(engine, session, host) for host in args.hosts)
-    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, {"network": args.action},
-                  2).values["network"]
+    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, "check", code=2,
+                  places={"network": args.action}).values["network"]
     change_rules(engine, session, rules)
     return 0
 
 
 def check_host(engine: Engine, session: Session, host: str) -> int:
     """Print the proxy's decision about a host; 0 when it is allowed."""
-    argv = ["exec", session.proxy, *PROXY_PROGRAM, "check", host]
-    status, out, err = engine.output(*argv, seconds=LONG_SECONDS).result()
+    argv = engine.exec_argv(session.proxy, [*PROXY_PROGRAM, "check", host])
+    status, out, err = Output(argv, LONG_SECONDS).result()
     if not out:
-        raise failure(engine.name, err)
+        raise engine.failure(err)
     show(out.rstrip("\n"))
     return status
 
@@ -3132,9 +3400,10 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
 def change_rules(engine: Engine, session: Session,
                  rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
-    with settings_locked(session.name):
+    with lock_settings(session.name):
         settings = read_settings(session.name)
-        network = with_rules(network_of(session, session_config(session, settings)), rules)
+        network: dict[str, list[str]] = with_rules(
+            network_of(session, session_config(session, settings)), rules)
         write_settings(session.name, settings | {"network": network})
         if session.state == "running":
             set_rules(engine, session, network)
@@ -3150,7 +3419,7 @@ def cmd_prune(args: argparse.Namespace) -> int:
             prune_engine(engine, args.dry_run)
             met += 1
     if not met:
-        pick_engine(silent)  # which says why
+        pick_engine(silent)  # raises and says why
     for path in half_written():
         show(path)
         if not args.dry_run:
@@ -3163,29 +3432,28 @@ def prune_engine(engine: Engine, dry_run: bool) -> None:
     import time
 
     left = leftovers(engine)
-    if left:  # those of a session that is being created have it after a while
+    if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
         left = [item for item in leftovers(engine) if item in left]
-    for kind, name in left:
+    for name, argv in left:
         print(name)
         if not dry_run:
-            engine.output(*kind, name, seconds=LONG_SECONDS).result()
+            Output(argv, LONG_SECONDS).result()
 
 
-def leftovers(engine: Engine) -> list[tuple[tuple[str, ...], str]]:
-    """The proxies, then the volumes of no session: the engine's command that removes it, and its name."""
+def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
+    """The proxies, then the volumes of no session: a name, and the engine call that removes it."""
     import re
 
-    volumes = engine.ask("volume", "ls", "-q", "--filter", "name=sandbox-net-").split()
-    # others are not ours
+    volumes = engine.ask(engine.argv("volumes")).split()
+    # Volumes with other names are not ours.
     volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]
     _, rows = list_containers([engine])
-    ids = {row["Labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
-    proxies = [row["Names"][0] for row in rows
-               if is_proxy(row) and row["Labels"]["sandbox.session"] not in ids]
-    # without -f, with which podman removes the containers that use it, too
-    return [*((("rm", "-f", "-v"), proxy) for proxy in proxies),
-            *((("volume", "rm"), volume) for volume in volumes
+    ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
+    proxies = [row["name"] for row in rows
+               if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
+    return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
+            *((volume, engine.argv("remove-volume", volume)) for volume in volumes
               if volume.removeprefix("sandbox-net-") not in ids)]
 
 
@@ -3210,35 +3478,36 @@ def cmd_config(args: argparse.Namespace) -> int:
 
     config = load_config(flags_layer(args), args.profile)
     result: dict[str, Any] = {}
-    for key, settings in config.settings.items():
-        values = [described(key, setting, args.reveal) for setting in settings]
-        result[key] = values if key in LISTS else values[-1]
-    result["env"] = {name: described(name, s, args.reveal) for name, s in config.env().items()}
+    for name, settings in config.settings.items():
+        values = [described(setting, KEYS[name].secret, args.reveal) for setting in settings]
+        result[name] = values if KEYS[name].kind == "list" else values[-1]
+    result["env"] = {name: described(setting, is_secret(name), args.reveal)
+                     for name, setting in config.env().items()}
     print(json.dumps(result, indent=2, ensure_ascii=False))
     return 0
 
 
-def described(name: str, setting: tuple[Any, str], reveal: bool) -> dict[str, Any]:
+def described(setting: tuple[Any, str], secret: bool, reveal: bool) -> dict[str, Any]:
     value, source = setting
-    return {"value": MASK if is_secret(name, value) and not reveal else value, "source": source}
+    hidden = (secret or is_secret("", value)) and not reveal
+    return {"value": MASK if hidden else value, "source": source}
 
 
 def show_command(args: argparse.Namespace) -> int:
     """Print, as lines for a shell, what `run` with the same options would execute."""
-    request = Request(args, look=True)
+    request = RunRequest(args, look=True)
     if request.session:
         engine, session = request.engines[0], request.session
-        calls = [] if session.state == "running" else [[engine.name, "start", session.name]]
+        calls = [] if session.state == "running" else [engine.argv("start", session.name)]
         if session.proxy:
-            rules = set_argv(session, network_of(session, request.config))
-            calls = [*([[engine.name, *restart_argv(session)]] if calls else []),
-                     [engine.name, *rules], *calls]
+            rules = set_argv(engine, session, network_of(session, request.config))
+            calls = [*([engine.argv("restart", session.proxy)] if calls else []), rules, *calls]
     else:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
-        calls.append(create_argv(engine, request.name, request.spec, labels))
+        calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
     size = os.get_terminal_size(0) if terminal else None
@@ -3253,10 +3522,9 @@ def show_command(args: argparse.Namespace) -> int:
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
     if args.rm_on_exit:
-        lines.append(quote_all([engine.name, "rm", "-f", "-v", session.name,
-                                *filter(None, [session.proxy])])
-                     + " >/dev/null")
-        lines += [quote_all([engine.name, "volume", "rm", session.volume]) + " >/dev/null"] if session.proxy else []
+        calls = [engine.argv("remove", session.name, *filter(None, [session.proxy]))]
+        calls += [engine.argv("remove-volume", session.volume)] if session.proxy else []
+        lines += [quote_all(argv) + " >/dev/null" for argv in calls]
     print("\n".join(lines))
     return 0
 
@@ -3300,7 +3568,7 @@ def check_config() -> Check:
     try:
         data = read_config()
         for profile in (None, *data.get("runs", {})):
-            load_config(Layer({}, ""), profile, data=data).env()
+            load_config(profile=profile, data=data).env()
     except SandboxError as error:
         return Check("configuration", "fail", error.message, Remedy([], note=error.hint))
     if not os.path.exists(path):
@@ -3328,20 +3596,18 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
     except SandboxError as error:
         return [failed_check("engine", error)], None
     try:
-        # what pick_engine asks it for, it answers without touching its storage
-        if engine.name == "podman":
-            check_podman(engine)
+        # podman answers what pick_engine asks for without touching its storage, so ask for more.
+        engine.check_helpers()
     except SandboxError as error:
         return [Check("engine", "ok", engine.name), failed_check("daemon", error)], None
     details = (engine.name, "rootless" if rootless else "rootful", "answers", engine.version)
     return [Check(n, "ok", d) for n, d in zip(names, details, strict=True)], engine
 
 
-# Side by side, for each of them takes up to a second. Gemini CLI starts itself twice unless it is
-# told not to.
-VERSIONS_SCRIPT = """\
+# Side by side, for each of them takes up to a second.
+VERSIONS_SCRIPT = """
 cd /tmp
-for a; do { GEMINI_CLI_NO_RELAUNCH=true $a --version 2>/dev/null || echo missing; } | head -n 1 >version-$a & done
+for a; do { $a --version 2>/dev/null || echo missing; } | head -n 1 >version-$a & done
 wait
 for a; do echo "$a $(cat version-$a)"; done"""
 
@@ -3351,20 +3617,19 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     image = Image(engine, config.image)
     if not image.id:
         return [failed_check("image", missing_image(engine, config))]
-    create = ("run", "--rm", "--init", "--pull", "never", "--entrypoint", "sh")
-    # The helpers of a network are podman's; docker's daemon has its own from the start.
     connected = None
-    if engine.name == "podman":
-        connected = engine.output(*create, config.image, "-c", ":", seconds=LONG_SECONDS)
-    _, out, err = engine.output(*create, "--network", "none", config.image, "-c", VERSIONS_SCRIPT, "sh",
-                                *(image.agents or AGENTS), seconds=LONG_SECONDS).result()
+    if engine.daemonless:  # a daemon has the helpers of a network from the start
+        connected = Output(engine.try_argv(config.image, ["sh", "-c", ":"]), LONG_SECONDS)
+    sooner = {name: value for a in AGENTS.values() for name, value in a.version_env.items()}
+    command = ["sh", "-c", env_script(sooner) + VERSIONS_SCRIPT, "sh", *(image.agents or AGENTS)]
+    _, out, err = Output(engine.try_argv(config.image, command, "none"), LONG_SECONDS).result()
     checks = [Check("image", "ok", config.image)]
     cut, _, words = connected.result() if connected else (0, "", "")
     if connected:
-        checks.append(failed_check("network", failure(engine.name, words)) if cut
+        checks.append(failed_check("network", engine.failure(words)) if cut
                       else Check("network", "ok", ""))
     if not out:
-        return checks if cut else [*checks, failed_check("agents", failure(engine.name, err))]
+        return checks if cut else [*checks, failed_check("agents", engine.failure(err))]
     versions = out.split("\n")[:-1]
     missing = [line.split()[0] for line in versions if line.endswith("missing")]
     remedy = Remedy([[*missing_image(engine, config).remedy.commands[0], "--update-agents"]],
@@ -3376,7 +3641,7 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
 
 def check_disk() -> Check:
     """Room where the engines keep their images, as far as it is on this machine."""
-    places = ("/var/lib/docker", "/var/lib/containers", os.path.expanduser("~"), "/")
+    places = (*(engine.disk_root for engine in ENGINES.values()), os.path.expanduser("~"), "/")
     place = next(path for path in places if os.path.isdir(path))
     stat = os.statvfs(place)
     free = stat.f_bavail * stat.f_frsize / 1e9
@@ -3397,16 +3662,16 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     """Check what a run needs; with --fix carry the remedies out."""
     checks = diagnose_all(flags_layer(args))
     mended: set[str] = set()
-    while args.fix and (args.yes or asks()):
+    while args.fix and (args.yes or can_ask()):
         broken = next((c for c in checks
                        if c.remedy and c.remedy.offered and c.remedy.text() not in mended), None)
         if broken is None or not broken.remedy:
             break
         mended.add(broken.remedy.text())
-        if agreed(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
+        if confirm(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
             with_remedies(broken.remedy.carry_out, args.yes)
         checks = diagnose_all(flags_layer(args))
-    if args.fix and not (args.yes or asks()) and any(c.remedy and c.remedy.offered for c in checks):
+    if args.fix and not (args.yes or can_ask()) and any(c.remedy and c.remedy.offered for c in checks):
         say("nothing was changed: there is no terminal to ask on (--yes mends without asking)")
     if args.json:
         import json
@@ -3422,39 +3687,12 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     return int(any(check.status == "fail" for check in checks))
 
 
-# What init looks for, by agent: files (host path below ~, mounted below the container's home,
-# option) and variables.
-INIT_SOURCES: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
-    "claude": (((".claude/.credentials.json", ""),),
-               ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY",
-                "CLAUDE_CODE_OAUTH_TOKEN",
-                "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
-                "ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")),
-    "gemini": (((".gemini/oauth_creds.json", ""), (".gemini/google_accounts.json", ""),
-                (".gemini/settings.json", "ro")),
-               ("GEMINI_API_KEY", "GEMINI_MODEL", "GOOGLE_GEMINI_BASE_URL", "GOOGLE_API_KEY",
-                "GOOGLE_CLOUD_PROJECT")),
-    "codex": (((".codex/auth.json", ""), (".codex/config.toml", "ro")),
-              ("OPENAI_API_KEY", "OPENAI_BASE_URL")),
-    "opencode": (((".local/share/opencode/auth.json", ""),
-                  (".config/opencode/opencode.json", "ro")),
-                 ("OPENCODE_API_KEY", "OPENCODE_CONFIG_CONTENT")),
-}
-
-
-def host_file(path: str) -> str:
-    """Where a file below the home directory is for its agent, which a variable may have told."""
-    folder, _, rest = path.partition("/")
-    moved = os.environ.get({".claude": "CLAUDE_CONFIG_DIR", ".codex": "CODEX_HOME"}.get(folder, ""))
-    return os.path.join(os.path.abspath(moved), rest) if moved else os.path.expanduser(f"~/{path}")
-
-
 def cmd_init(args: argparse.Namespace) -> int:
     """Write a first configuration from the agents' settings on this machine."""
     data = read_config()
     runs = data.setdefault("runs", {})
-    for profile in (None, *runs):  # a wrong file is not written again
-        load_config(Layer({}, ""), profile, data=data)
+    for profile in (None, *runs):  # raises: do not add to a file that is wrong
+        load_config(profile=profile, data=data)
     found = [agent for agent in AGENTS if adopt_agent(agent, runs, args.force)]
     if not found:
         say("nothing new: no agent's credentials or variables are here, or each has its run profile already")
@@ -3470,18 +3708,17 @@ def cmd_init(args: argparse.Namespace) -> int:
 
 def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     """Make the run profile of an agent from what is on this machine; True when there was something."""
-    files, names = INIT_SOURCES[agent]
-    volumes = [":".join([host_file(path), f"{CONTAINER_HOME}/{path}",
-                         *([option] if option else [])])
-               for path, option in files if os.path.isfile(host_file(path))]
-    env = {name: os.environ[name] for name in names if os.environ.get(name)}
+    known = AGENTS[agent]
+    volumes = [f"{host}:{CONTAINER_HOME}/{file}" for file in known.files
+               if os.path.isfile(host := known.host_file(file.partition(":")[0]))]
+    env = {name: os.environ[name] for name in known.variables if os.environ.get(name)}
     if not volumes and not env:
         return False
     if agent in runs and not force:
         say(f"runs.{agent} exists and stays as it is (--force renews it)")
         return False
     profile: dict[str, Any] = dict(runs.get(agent, {}))
-    profile["yolo"] = AGENTS[agent].shortcuts[0]
+    profile["yolo"] = known.shortcuts[0]
     profile.pop("command", None)
     taken = {volume.split(":")[1] for volume in profile.get("volumes", [])}
     profile["volumes"] = [*profile.get("volumes", []),
@@ -3521,9 +3758,7 @@ def env_quote(value: str) -> str:
 
 # --- Parser ---
 
-# Options by the name they are stored under; where that is a key of the configuration, the option
-# overrides it.
-REPEATED: dict[str, Any] = {"action": "append", "default": []}
+# Options that are no key of the configuration, by the name they are stored under.
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "what": ("", {"choices": ("show", "command"),
@@ -3533,35 +3768,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                    "help": "the shell to print a completion script for"}),
     "profile": ("-r --run",
                 {"metavar": "PROFILE", "help": "run profile: runs.PROFILE of sandbox.json"}),
-    "yolo": ("-y --yolo", {"metavar": "AGENT",
-                           "help": "start an agent that asks for no permission: c, gm, cx, oc"}),
-    "command": ("-x", {"metavar": "COMMAND ...",
-                       "help": "run this instead: one string for a shell, or words up to the "
-                                                         "end of the line"}),
-    "containerName": ("-n --name", {"metavar": "NAME",
-                                    "help": "container name; default: made from the directory's"}),
-    "hostPath": ("--hp --host-path",
-                 {"metavar": "DIR", "help": "host directory to mount; default: the current one"}),
-    "containerPath": ("--cp --container-path",
-                      {"metavar": "DIR", "help": "where it is mounted; default: same path"}),
-    "volumes": ("-v --volume", REPEATED | {"metavar": "HOST:CONTAINER[:ro|z|Z]",
-                                           "help": "another mount; repeatable"}),
-    "ports": ("-p --port", REPEATED | {"metavar": "[IP:]HOST:CONTAINER",
-                                       "help": "publish a port, on 127.0.0.1 unless "
-                                                                                 "an address is given; repeatable"}),
-    "env": ("-e --env", REPEATED | {"metavar": "NAME[=VALUE]",
-                                    "help": "a variable, by name alone with the value it "
-                                                                       "has here; repeatable"}),
-    "envFile": ("--ef --env-file",
-                REPEATED | {"metavar": "FILE", "help": "an env file, absolute path; repeatable"}),
-    "imageVersion": ("--iv --image-version",
-                     {"metavar": "VERSION", "help": f"version of the image; {IMAGE_VERSION}"}),
-    "imageName": ("--in --image-name",
-                  {"metavar": "NAME", "help": f"image name; default: {IMAGE_NAME}"}),
-    "imageBuildArgs": ("--iba --image-build-arg",
-                       REPEATED | {"metavar": "NAME=VALUE", "help": "build argument, for "
-"example TOOL=common, TOOL=full, TOOL=go,rust; repeatable"}),
-    "network": ("--net --network", {"metavar": "MODE", "help": "open, none or host"}),
     "allow": ("--allow", REPEATED | {"metavar": "HOST[:PORT]",
                                      "help": "a host that it may reach, and no other than "
                                      "those; *.NAME for all below it; repeatable"}),
@@ -3571,10 +3777,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
     "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
-    "memory": ("--memory", {"metavar": "SIZE", "help": "memory limit, for example 4g"}),
-    "cpus": ("--cpus", {"metavar": "NUMBER", "help": "CPU limit, for example 1.5"}),
-    "pidsLimit": ("--pids-limit",
-                  {"metavar": "COUNT", "help": f"limit of processes; default: {PIDS_LIMIT}"}),
     "allow_engine_socket": ("--allow-engine-socket",
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
     "rm_on_exit": ("--rm-on-exit", FLAG | {"help": "remove the container when the command ends"}),
@@ -3584,45 +3786,33 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
-    "runtime": ("--rt --runtime",
-                {"metavar": "ENGINE", "help": "docker or podman; default: the first that answers"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
-    "serverUser": ("-U --user",
-                   {"metavar": "USER", "help": "user name of the web service; default: admin"}),
-    "serverPass": ("-P --password",
-                   {"metavar": "PASSWORD", "help": "its password; default: a random one, printed"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),
     "stop": ("--stop", FLAG | {"help": "stop the background server at the address"}),
     "restart": ("--restart", FLAG | {"help": "restart the background server at the address"}),
     "cert": ("--cert", {"metavar": "FILE", "help": "certificate chain (PEM): serve TLS"}),
     "key": ("--key", {"metavar": "FILE", "help": "its private key (PEM)"}),
-    "allowedHosts": ("--allow-host", REPEATED | {"metavar": "NAME",
-                                                 "help": "a name that the service is reached by; "
-                                                                            "repeatable"}),
     "verbose": ("--verbose", FLAG | {"help": "let the output of long work pass through"}),
     "yes": ("--yes", FLAG | {"help": "apply remedies (install, start, build) without asking"}),
 }
-RUN_OPTIONS = (
-    "profile yolo command containerName hostPath containerPath volumes ports env envFile imageVersion"
-               " imageName network allow memory cpus pidsLimit allow_engine_socket rm_on_exit runtime yes verbose")
 
 
 def flags_layer(args: argparse.Namespace) -> Layer:
     """The options as the highest layer. Raises SandboxError (usage) for a wrong one."""
-    values = {key: getattr(args, key) for key in KEYS if getattr(args, key, None) not in (None, [])}
+    values = {name: getattr(args, name) for name in KEYS
+              if getattr(args, name, None) not in (None, [])}
+    places = {key.name: key.flags[0] for key in KEYS.values() if key.flags}
     if "env" in values:
         values["env"] = env_flags(values["env"])
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
                                "keep one of them", 2)
-        values["network"] = {"allow": args.allow}
+        values["network"], places["network"] = {"allow": args.allow}, "--allow"
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
-    where = {key: flags.split()[0] for key, (flags, _) in OPTIONS.items() if flags}
-    return Layer(values, where | ({"network": "--allow"} if getattr(args, "allow", None) else {}),
-                 2)
+    return Layer(values, "flags", code=2, places=places)
 
 
 def env_flags(items: Sequence[str]) -> dict[str, str]:
@@ -3679,11 +3869,13 @@ def complete(words: Sequence[str]) -> list[str]:
     before = words[-2] if len(words) > 1 else ""
     if before in ("-y", "--yolo"):
         return list(SHORTCUTS)
+    if before in ("--rt", "--runtime"):
+        return list(ENGINES)
     if before in ("-r", "--run"):
-        # a shell expands what it gets
+        # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     if before in ("-n", "--name") or command == "rm" or (command == "net" and len(words) == 3):
-        return [row["name"] for row in list_sessions(candidates(load_config(Layer({}, ""))))]
+        return [row["name"] for row in list_sessions(candidates(load_config()))]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -3695,46 +3887,49 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
+RUN_OPTIONS = "profile allow allow_engine_socket rm_on_exit yes verbose"
+# What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
             cmd_run),
-    "ps": ("list sessions", "json quiet runtime", cmd_ps),
-    "rm": ("remove containers", "names runtime", cmd_rm),
-    "net": ("show or change what a session may reach", "action session hosts follow runtime",
-            cmd_net),
-    "prune": ("remove what a crash or a power cut has left", "dry_run runtime", cmd_prune),
-    "build": ("build the image",
-              "imageVersion imageName imageBuildArgs update_agents profile runtime yes verbose",
-              cmd_build),
+    "ps": ("list sessions", "json quiet", cmd_ps),
+    "rm": ("remove containers", "names", cmd_rm),
+    "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
+    "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
+    "build": ("build the image", "update_agents profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",
-               f"what {RUN_OPTIONS} reveal",
-               cmd_config),
-    "doctor": ("check what a run needs, and mend it", "json fix runtime yes verbose", cmd_doctor),
+               f"what {RUN_OPTIONS} reveal", cmd_config),
+    "doctor": ("check what a run needs, and mend it", "json fix yes verbose", cmd_doctor),
     "init": ("write a first configuration from the agents' settings found here", "force", cmd_init),
     "serve": ("run the web service, or control the one in the background",
-              "address serverUser serverPass profile"
-              " background stop restart cert key allowedHosts runtime yes verbose", cmd_serve),
+              "address profile background stop restart cert key yes verbose", cmd_serve),
     "completion": ("print a completion script for a shell", "shell", cmd_completion),
 }
+
+
+def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """The options of a command by the name they are stored under: flags, and what argparse wants."""
+    of = "run" if command == "config" else command
+    keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
+            if key.flags and of in key.of}
+    return keys | {name: (OPTIONS[name][0].split(), OPTIONS[name][1])
+                   for name in COMMANDS[command][1].split()}
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of one command: building all of them costs more than most commands do."""
     import argparse
 
-    summary, names, _ = COMMANDS[command]
     epilog = "Arguments after -- are passed to the agent." if command in ("run", "config") else None
-    # else argparse imports shutil to ask
+    # Without a width argparse imports shutil to find one.
     columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100
     parser = argparse.ArgumentParser(
-        prog=f"sandbox {command}", description=f"{summary.capitalize()}.", epilog=epilog,
-        allow_abbrev=False,
+        prog=f"sandbox {command}", description=f"{COMMANDS[command][0].capitalize()}.",
+        epilog=epilog, allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, width=columns),
     )
-    for name in names.split():
-        flags, settings = OPTIONS[name]
-        parser.add_argument(*(flags.split() or [name]),
-                            **(settings | ({"dest": name} if flags else {})))
+    for name, (flags, settings) in options_of(command).items():
+        parser.add_argument(*(flags or [name]), **(settings | ({"dest": name} if flags else {})))
     return parser
 
 
@@ -3760,7 +3955,7 @@ def dispatch(argv: Sequence[str]) -> int:
         print("\n".join(complete(argv[1:])))
         return 0
     if argv[0] == "__job":
-        return supervise(argv[1])
+        supervise(argv[1])
     command = argv[0] if argv[0] in COMMANDS else "run"
     rest = argv[1:] if argv[0] in COMMANDS else argv
     if command == "run" and rest is argv and not argv[0].startswith("-"):
@@ -3772,15 +3967,23 @@ def dispatch(argv: Sequence[str]) -> int:
             os.environ["SANDBOX_VERBOSE"] = "1"  # also for ourselves, started again by a remedy
         return COMMANDS[command][2](args)
     except SandboxError as error:
-        if command != "run" and error.code == 125:  # which is the engine's of a run only
+        if command != "run" and error.code == 125:  # 125 is for `run` alone
             error.code = 1
         raise
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         message = f"{error.filename or 'output'}: {error.strerror}"
-        raise SandboxError(message, HINTS["no space left"],
+        raise SandboxError(message, NO_ROOM_HINT,
                            125 if command == "run" else 1) from None
+
+
+def supervise(folder: str) -> NoReturn:
+    """Be the supervisor of a job: for a web service that has run since before an upgrade."""
+    command = read_json(f"{folder}/job.json.new")["argv"]
+    program = asset("session/job.py").decode()
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", program,
+                              folder, str(1 << 30), *command])
 
 
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:

@@ -4,8 +4,9 @@ The README, section "Web service API", describes what clients see. How it is mad
 
 - `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines and limits.
 - One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
-- A job is a detached process (`sandbox __job`) that writes into ~/.sandbox/jobs/<session>/<job>/; the server
-  only reads there, so it may be killed and started again at any time.
+- A job is a detached process (static/session/job.py), which writes into
+  ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
+  again at any time.
 - A terminal is a PTY that a thread of its own pumps to its viewers' WebSockets and into a ring of 1 MiB.
 
 Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandbox/web/<address>.* (lock, log,
@@ -84,6 +85,8 @@ LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
 KEPT_JOBS = 200
+JOB_BYTES = 1 << 30  # of its output that is kept
+STATUS_BYTES = 512
 TAIL_BYTES = 16 * 1024
 CHUNK_BYTES = 64 * 1024
 RING_BYTES = WINDOW_BYTES = 1024 * 1024
@@ -98,17 +101,6 @@ LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it ke
 
 Params = Mapping[str, str]
 Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
-
-# How each agent is prompted without a terminal: JSON events as they come, and a conversation that
-# goes on (all four begin one where there is none). A prompt that begins with a dash is no option.
-PROMPT_COMMANDS = {
-    "claude": "claude -p --continue --output-format stream-json --verbose --include-partial-messages"
-              " --dangerously-skip-permissions -- {prompt}",
-    "gemini": "gemini --prompt={prompt} --resume latest --output-format stream-json --yolo",
-    "codex": "codex exec resume --last --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
-             " -- {prompt}",
-    "opencode": "opencode run --continue --format json -- {prompt}",
-}
 
 # --- Errors ---
 
@@ -1043,7 +1035,7 @@ class Sessions:
 
 
 def base_config() -> Config:
-    return sandbox.load_config(Layer({}, ""))
+    return sandbox.load_config()
 
 
 def find(name: str) -> tuple[Engine, Session]:
@@ -1070,13 +1062,17 @@ def find_running(name: str) -> tuple[Engine, Session]:
     return engine, session
 
 
-SETTINGS = ("env", "network", "autostart", "agentPromptCommand")
+SETTINGS = tuple(key.name for key in sandbox.KEYS.values() if key.setting)
 
 
 def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
     """A session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
-    return str(own if own is not None else configured or PROMPT_COMMANDS.get(agent, ""))
+    return str(own if own is not None else configured or agents_prompt(agent))
+
+
+def agents_prompt(agent: str) -> str:
+    return sandbox.AGENTS[agent].prompt if agent in sandbox.AGENTS else ""
 
 
 def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
@@ -1143,15 +1139,14 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str,
-                  network=object, env=dict, autostart=str, agentPromptCommand=str)
+                  image=str, **dict.fromkeys(SETTINGS, object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
                                  if key in data and key != "network"}, {})
     profile = data.pop("profile", None)
-    flags = Layer({keys.get(name, name): value for name, value in data.items()},
-                  {key: name for name, key in keys.items()}, 2)
+    flags = Layer({keys.get(name, name): value for name, value in data.items()}, "request", code=2,
+                  places={key: name for name, key in keys.items()})
     config = sandbox.load_config(flags, profile)
     directory = config.get("hostPath")
     if config.source("hostPath") == "default":
@@ -1200,18 +1195,18 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = session_config(session, flags=Layer(place, ""))
+    config = session_config(session, flags=Layer(place, "request"))
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
         # a link may have been turned to an engine's socket
         if spec["sources"] != have.get("sources"):
             sandbox.check_mounts(spec)
-    if engine.output("image", "inspect", config.image).result()[0]:  # before anything goes
+    if not sandbox.Image(engine, config.image).id:  # before anything goes
         raise sandbox.missing_image(engine, config)
     app.terminals.close_all(session.name)
     try:
-        flags = Layer({**kept, **place}, "")
+        flags = Layer({**kept, **place}, "created")
         session = sandbox.recreate_session(engine, session, config, flags, spec)
     finally:
         app.sessions.changed()
@@ -1238,7 +1233,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     session.created()  # raises where its labels are not whole
     was_running = session.state == "running"
-    sandbox.started(engine, session)
+    sandbox.start_session(engine, session)
     app.sessions.changed()
     if not was_running:
         autostart(engine, session)
@@ -1247,7 +1242,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
 
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
-    sandbox.stopped(engine, session)
+    sandbox.stop_session(engine, session)
     app.sessions.changed()
     return json_answer(session_data(session, engine))
 
@@ -1264,8 +1259,8 @@ def settings_answer(session: Session) -> Answer:
 
 def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
     template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
-    return {"network": config.get("network"), "autostart": config.get("autostart"),
-            "agentPromptCommand": template}
+    values = {key: config.get(key) for key in SETTINGS if key != "env"}
+    return values | {"agentPromptCommand": template}
 
 
 def get_settings(_app: App, _request: Request, params: Params) -> Answer:
@@ -1276,7 +1271,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
     """Change settings: a key that is left out stays, null takes it back to what is configured."""
     data = request.json()
     engine, session = find(params["session"])
-    with sandbox.settings_locked(session.name):
+    with sandbox.lock_settings(session.name):
         settings = checked_settings(data, read_settings(session.name))
         config = session_config(session, settings)
         with as_request_error():
@@ -1294,7 +1289,8 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     given = {key: value for key, value in changes.items() if value is not None}
     # no AGENT mode, not the default
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
-    checked = Layer({key: value for key, value in given.items() if key not in none}, "", 2).values
+    values = {key: value for key, value in given.items() if key not in none}
+    checked = Layer(values, "check", code=2).values
     return {key: value for key, value in old.items() if key not in changes} | checked | none
 
 
@@ -1322,7 +1318,7 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
     rules = {key: [rule] for key, rule in fields(request.json(), allow=str, deny=str).items()}
     if not rules:
         raise WebError("bad_request", "the host is missing", "give allow or deny: <host>[:<port>]")
-    checked = Layer({"network": {"allow": [], **rules}}, "", 2).values["network"]
+    checked = Layer({"network": {"allow": [], **rules}}, "check", code=2).values["network"]
     engine, session = find_allowlist(params["session"])
     return json_answer(sandbox.change_rules(engine, session, checked))
 
@@ -1330,7 +1326,7 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
 def get_decisions(app: App, _request: Request, params: Params) -> Stream:
     """Server-sent events: what the proxy has decided of late, and what it decides."""
     engine, session = find_allowlist(params["session"])
-    argv = sandbox.log_argv(engine, session, "-f", "--tail", str(SHOWN_DECISIONS))
+    argv = engine.logs_argv(session.proxy, follow=True, tail=SHOWN_DECISIONS)
     kept = sorted(sandbox.kept_decisions(engine, session), key=lambda entry: str(entry["time"]))
     last = kept[-SHOWN_DECISIONS:]
     return Stream("text/event-stream; charset=utf-8",
@@ -1367,7 +1363,7 @@ def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
     finally:
         os.close(out)
         os.kill(pid, signal.SIGTERM)
-        sandbox.status_of(pid)
+        sandbox.wait_for(pid)
 
 
 def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
@@ -1376,7 +1372,7 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
     profiles = []
     for name in data.get("runs", {}):
         try:
-            config = sandbox.load_config(Layer({}, ""), name, data=data)
+            config = sandbox.load_config(profile=name, data=data)
             own = config.source("hostPath") != "default"
             profiles.append({"name": name, "agent": config.get("yolo") or "", "image": config.image,
                              "directory": config.get("hostPath") if own else "", "error": None})
@@ -1384,8 +1380,11 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
             profiles.append({"name": name, "agent": "", "image": "", "directory": "",
                              "error": error.message})
     directory = base_config().get("hostPath") or ""
+    details = [{"name": agent.program, "title": agent.title, "shortcuts": agent.shortcuts,
+                "agentPromptCommand": agent.prompt, "events": agent.events}
+               for agent in sandbox.AGENTS.values()]
     return json_answer({"profiles": profiles, "agents": list(sandbox.AGENTS),
-                        "directory": directory})
+                        "agentDetails": details, "directory": directory})
 
 
 def get_directories(_app: App, request: Request, _params: Params) -> Answer:
@@ -1406,8 +1405,11 @@ def get_directories(_app: App, request: Request, _params: Params) -> Answer:
 
 # --- Jobs ---
 # ~/.sandbox/jobs/<session>/<job>/: job.json what it is, output the bytes of both streams as they
-# came, runs the lengths of their runs (see sandbox.Recorder), status how it ended, lock held by the
-# supervisor, cancel when asked.
+# came, runs the lengths of their runs, status how it ended, lock held by the supervisor, cancel
+# when asked. See static/session/job.py.
+
+# Read when the service starts: an upgrade may put another one in its place.
+SUPERVISOR = sandbox.asset("session/job.py")
 
 
 def job_folder(session: str, job: str = "") -> str:
@@ -1434,26 +1436,41 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,
            "started": iso(now)}
     try:
-        sandbox.write_job(folder, {"job": job, "argv": argv, "tag": tag})
+        write_job(folder, {"job": job, "tag": tag})
+        start_supervisor([folder, str(JOB_BYTES), *argv], script)
     except BaseException:
         sandbox.remove_tree(folder)
         raise
-    null = os.open(os.devnull, os.O_RDWR)
-    try:
-        pid = sandbox.spawn([*own_argv(), "__job", folder],
-                            env={**os.environ, "SANDBOX_ENV": script},
-                            fds={0: null, 1: null, 2: null}, own_group=True)
-    finally:
-        os.close(null)
-    if sandbox.status_of(pid):
-        raise WebError("internal", "the supervisor of the job could not be started")
     return read_job(session.name, id)
 
 
-def own_argv() -> list[str]:
-    """How to start sandbox.py again, from wherever it was loaded, with nothing but the standard library."""
-    path = os.path.abspath(sandbox.__file__)
-    return [sys.executable, "-I", "-S", path if os.path.isfile(path) else os.path.dirname(path)]
+def write_job(folder: str, job: Mapping[str, Any]) -> None:
+    """Make the folder of a job, which others see when it is supervised.
+
+    The room for its status is taken now, so that it fits on a full disk.
+    """
+    sandbox.make_private(folder)
+    for name, content in (("output", b""), ("runs", b""), ("lock", b""),
+                          ("status", b" " * STATUS_BYTES)):
+        with open(f"{folder}/{name}", "wb") as file:
+            file.write(content)
+    sandbox.write_private(f"{folder}/job.json.new", json.dumps(job))
+
+
+def start_supervisor(args: Sequence[str], script: str) -> None:
+    """Run static/session/job.py and wait until it has detached itself.
+
+    It is read from a pipe, because in a zipapp it is no file that Python could be given.
+    """
+    source, end = os.pipe()
+    with suppress(BrokenPipeError), open(end, "wb") as program:
+        with open(source, "rb") as stdin, open(os.devnull, "r+b", 0) as null:
+            fds = {0: stdin.fileno(), 1: null.fileno(), 2: null.fileno()}
+            pid = sandbox.spawn([sys.executable, "-I", "-S", "-", *args], fds=fds, own_group=True,
+                                env={**os.environ, "SANDBOX_ENV": script})
+        program.write(SUPERVISOR)
+    if sandbox.wait_for(pid):
+        raise WebError("internal", "the supervisor of the job could not be started")
 
 
 def autostart(engine: Engine, session: Session) -> None:
@@ -1515,7 +1532,7 @@ def kept_job(data: Any) -> dict[str, Any]:
 def kept_status(path: str) -> dict[str, Any]:
     """How a job ended; {} while its status is empty, or when it makes no sense. Raises OSError."""
     with open(path, "rb") as file:
-        text = file.read(2 * sandbox.STATUS_BYTES).strip()
+        text = file.read(2 * STATUS_BYTES).strip()
     with suppress(ValueError):
         data = sandbox.parse_json(text or b"{}")
         if isinstance(data, dict) and type(data.get("exit")) is int:
@@ -1720,7 +1737,7 @@ def post_prompt(app: App, request: Request, params: Params) -> Answer:
                        "set agentPromptCommand in its settings")
     command = insert_prompt(template)
     shown = {"prompt": prompt,
-             "agent": session.agent if template == PROMPT_COMMANDS.get(session.agent) else ""}
+             "agent": session.agent if template == agents_prompt(session.agent) else ""}
     return json_answer(start_job(engine, session, "prompt", command, shown,
                                  {"SANDBOX_PROMPT": prompt}), 201)
 
@@ -2074,7 +2091,7 @@ class Terminal:
         with suppress(KeyError):
             self.poller.unregister(self.master)
         os.close(self.master)
-        self.status = sandbox.status_of(self.pid)
+        self.status = sandbox.wait_for(self.pid)
         self.ended, self.end_time = True, time.monotonic()
         self.input.clear()
         self.app.terminals.changed()
@@ -2226,7 +2243,7 @@ class Terminal:
         if not self.ended:
             self.hang_up()
             os.close(self.master)
-            sandbox.status_of(self.pid)
+            sandbox.wait_for(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
 
 
@@ -2548,7 +2565,8 @@ def stop_server(address: tuple[str, int]) -> bool:
 
 # What a server was started with, and is started with again: kept in its lock file, which is its
 # owner's only.
-KEPT_OPTIONS = ("serverUser", "serverPass", "profile", "cert", "key", "allowedHosts", "runtime")
+KEPT_OPTIONS = [name for name, (flags, settings) in sandbox.options_of("serve").items()
+                if flags and settings.get("action") != "store_true"]
 
 
 def keep_options(args: argparse.Namespace, address: tuple[str, int]) -> None:

@@ -78,7 +78,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     ours = ("SANDBOX_RUNTIME", "SANDBOX_SERVER_USER", "SANDBOX_SERVER_PASS", "DOCKER_HOST",
             "CONTAINER_HOST",
             "CODEX_HOME", "CLAUDE_CONFIG_DIR")
-    for name in (*ours, *(name for _, names in sandbox.INIT_SOURCES.values() for name in names)):
+    for name in (*ours, *(name for agent in sandbox.AGENTS.values() for name in agent.variables)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SANDBOX_HOME", str(tool.home))
     monkeypatch.setenv("HOME", str(tool.person))
@@ -158,16 +158,31 @@ def test_any_layers_merge_as_the_reference_says() -> None:
             keys = chance.sample(list(POOL), chance.randrange(len(POOL)))
             layers.append({key: chance.choice(POOL[key]) for key in keys
                            if key != "yolo" or "command" not in keys})
-        checked = [sandbox.Layer(values, f"layer {n}: ") for n, values in enumerate(layers)]
+        checked = [sandbox.Layer(values, "file", f"layer {n}: ") for n, values in enumerate(layers)]
         settings = sandbox.merge(checked)
         names = {"c": "claude", "cx": "codex"}
         named = [{**x, "yolo": names[x["yolo"]]} if "yolo" in x else x for x in layers]
         expected, expected_env = reference(named)
-        found = {k: [s[0] for s in v] if k in sandbox.LISTS else v[-1][0]
+        found = {k: [s[0] for s in v] if sandbox.KEYS[k].kind == "list" else v[-1][0]
                  for k, v in settings.items()}
         assert found == expected
         env = sandbox.merge_env(checked, FILES.__getitem__)
         assert {name: setting[0] for name, setting in env.items()} == expected_env
+
+
+@pytest.mark.parametrize(("origin", "adds"), [
+    ("file", False), ("profile", False), ("settings", False),
+    ("created", True), ("flags", True), ("request", True),
+])
+@pytest.mark.parametrize("places", [{}, {"network": "a place"}])
+def test_whether_rules_are_added_is_said_by_the_origin(origin: str, adds: bool,
+                                                       places: dict[str, str]) -> None:
+    """And not by the way in which a layer's places are named."""
+    below = sandbox.Layer({"network": {"allow": ["a.test"], "deny": ["b.test"]}}, "file")
+    layer = sandbox.Layer({"network": {"allow": ["b.test"]}}, origin, places=places)
+    (network, source), = sandbox.merge([below, layer])["network"]
+    assert network == {"allow": ["a.test", "b.test"] if adds else ["b.test"]}
+    assert source == places.get("network", "network")
 
 
 def test_a_value_says_where_it_comes_from(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +437,7 @@ GOOD: list[tuple[str, Any, Any]] = [
 
 @pytest.mark.parametrize(("key", "value", "normal"), GOOD, ids=short)
 def test_a_good_value_is_normalised(key: str, value: Any, normal: Any) -> None:
-    if key in sandbox.LISTS:
+    if sandbox.KEYS[key].kind == "list":
         value, normal = [value], [normal]
     assert sandbox.check_value(key, value) == normal
     assert sandbox.check_value(key, normal) == normal
@@ -456,7 +471,7 @@ BAD: dict[str, list[Any]] = {
                                             for value in values], ids=short)
 def test_a_bad_value_is_refused_with_a_reason(key: str, value: Any) -> None:
     with pytest.raises(ValueError) as error:
-        sandbox.check_value(key, [value] if key in sandbox.LISTS else value)
+        sandbox.check_value(key, [value] if sandbox.KEYS[key].kind == "list" else value)
     assert error.type is ValueError and "Exceeds the limit" not in str(error.value)
 
 
@@ -636,7 +651,7 @@ def test_init_keeps_any_value_whole(tool: Tool, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", value)
     monkeypatch.setenv("GEMINI_API_KEY", "hush")
     assert tool("init")[0] == 0
-    config = sandbox.load_config(sandbox.Layer({}, ""), "opencode")
+    config = sandbox.load_config(profile="opencode")
     assert config.env()["OPENCODE_CONFIG_CONTENT"][0] == value
 
 

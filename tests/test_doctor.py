@@ -11,7 +11,7 @@ import pytest
 from conftest import IMAGE, IMAGE_NAME, PYTHON, Engine, Result, write_config
 from machine import Machine, own_machine
 
-from sandbox import MINIMUM_VERSION, version_numbers
+from sandbox import ENGINES, version_numbers
 
 NOWHERE = "unix:///nonexistent.sock"
 Rows = dict[str, dict[str, Any]]
@@ -130,7 +130,7 @@ def test_a_client_and_a_daemon_that_do_not_fit(
 
 def test_an_engine_below_our_minimum(engine: Engine, home: Path, project: Path) -> None:
     """The real engine, under a minimum of the future."""
-    code = ("import sandbox, sys; sandbox.MINIMUM_VERSION[sys.argv[1]] = (999, 0); "
+    code = ("import sandbox, sys; sandbox.ENGINES[sys.argv[1]].minimum = (999, 0); "
             "sys.exit(sandbox.main(sys.argv[2:]))")
     where = engine.where(env={"PYTHONPATH": str(engine.area / "app")})
 
@@ -160,7 +160,7 @@ def test_an_engine_below_our_minimum(engine: Engine, home: Path, project: Path) 
     ],
 )
 def test_the_oldest_engines_that_work(runtime: str, version: str, works: bool) -> None:
-    assert (version_numbers(version) >= MINIMUM_VERSION[runtime]) is works
+    assert (version_numbers(version) >= ENGINES[runtime].minimum) is works
 
 
 def test_a_client_that_cannot_start_is_quoted(engine: Engine, home: Path, project: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PYTHON, ROOT
-from service import free_port
+from service import free_port, wait_for
 
 ASSET = "image/Containerfile"
 VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "sandbox.py").read_text(), re.MULTILINE)[0]
@@ -110,6 +110,17 @@ def test_wheel_and_zipapp_bring_what_the_pages_load(wheel: Path, zipapp: Path) -
             assert f"sandbox_static/ui/{name}" in names
         assert not [name for name in names if "node_modules" in name or "package-lock" in name]
         assert not [name for name in names if name.endswith(".png")]  # the README's
+
+
+def test_every_way_starts_the_supervisor_of_a_job(way: Way, tmp_path: Path) -> None:
+    folder = str(tmp_path / "job")
+    args = [folder, "100", "sh", "-c", 'eval "$SANDBOX_ENV"']
+    way.run([*way.python, "-c", f"""
+import sandbox_web
+sandbox_web.write_job({folder!r}, {{}})
+sandbox_web.start_supervisor({args!r}, "echo out")"""])
+    wait_for(Path(folder, "status").read_text().strip)
+    assert Path(folder, "output").read_text() == "out\n"
 
 
 def test_every_way_says_which_asset_is_missing(way: Way) -> None:

@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, Engine, write_config
+from conftest import IMAGE, PYTHON, ROOT, Engine, write_config
 from service import Service, wait_for
 from test_engines import container_names, sleeping
+from test_install import build_zipapp
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
+
+
+SUPERVISOR = ROOT / "static" / "session" / "job.py"
 
 
 def text_of(service: Service, job: object, stream: str = "") -> str:
@@ -266,11 +270,121 @@ def test_a_killed_supervisor_is_said(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "echo ready; sleep 1000")
     next(event for event in service.events(job) if event[1] == "ready\n")
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        if job["id"].encode() in process.read_bytes():
-            os.kill(int(process.parent.name), 9)
+    os.kill(supervisor_of(service, job), 9)
     job = service.ended(job)
     assert job["state"] == "lost" and job["error"]
+
+
+# --- The supervisor, a program of its own ---
+
+
+def supervisor_of(service: Service, job: Any) -> int:
+    """The process that supervises a job."""
+    folder = os.fsencode(service.engine.home / "jobs" / job["session"] / job["id"])
+    (pid,) = (int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline")
+              if folder in path.read_bytes().split(b"\0"))
+    return pid
+
+
+def supervised(folder: Path, limit_bytes: int, *command: str, options: Any = ()) -> Any:
+    """Supervise a command without the service, and wait until all that was started has ended."""
+    for name in ("output", "runs", "lock", "job.json.new"):
+        (folder / name).touch()
+    (folder / "status").write_text(" " * 512)
+    argv = [PYTHON, "-I", "-S", *options, SUPERVISOR, folder, str(limit_bytes), *command]
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+
+
+def test_the_supervisor_imports_little(tmp_path: Path) -> None:
+    """As long as a job runs, so does its supervisor."""
+    def imported(stderr: str) -> set[str]:
+        return set(re.findall(r"^import time: .*\| +(\S+)$", stderr, re.MULTILINE))
+
+    least = [PYTHON, "-I", "-S", "-X", "importtime", "-c", "import fcntl, os, select, sys, time"]
+    allowed = imported(subprocess.run(least, capture_output=True, text=True, check=True).stderr)
+    said = supervised(tmp_path, 100, "sh", "-c", "echo out; kill $$", options=("-X", "importtime"))
+    assert (tmp_path / "output").read_text() == "out\n"
+    assert json.loads((tmp_path / "status").read_text())["exit"] == 128 + 15
+    assert {"fcntl", "os"} <= imported(said.stderr) <= allowed
+
+
+def test_output_over_the_limit_is_dropped_and_said(tmp_path: Path) -> None:
+    wait = f"until [ -s {tmp_path}/output ]; do sleep 0.01; done"
+    supervised(tmp_path, 8, "sh", "-c", f"echo out; {wait}; echo over the limit; echo; exit 3")
+    assert (tmp_path / "output").read_text() == "out\n"
+    status = json.loads((tmp_path / "status").read_text())
+    assert status["exit"] == 3
+    assert status["error"] == "only the first 4 bytes of the output were kept"
+
+
+def test_a_program_that_is_missing_is_said(tmp_path: Path) -> None:
+    supervised(tmp_path, 100, '/no/"such"\n\\ü')
+    status = json.loads((tmp_path / "status").read_text())
+    assert (status["exit"], status["error"]) == (125, "/no/?such????: No such file or directory")
+
+
+def test_the_supervisor_is_detached_and_holds_little(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo ready; sleep 1000")
+    next(event for event in service.events(job) if event[1] == "ready\n")
+    process = Path(f"/proc/{supervisor_of(service, job)}")
+    folder = str(service.engine.home / "jobs" / name / job["id"])
+    words = process.joinpath("cmdline").read_text().split("\0")
+    assert words[: words.index(folder)][-3:] == ["-I", "-S", "-"]
+    assert not [word for word in words if "sandbox.py" in word]
+    fields = process.joinpath("stat").read_text().rpartition(")")[2].split()
+    assert int(fields[1]) != service.pid and int(fields[3]) != os.getsid(service.pid)
+    held = [os.readlink(path).removeprefix(folder) for path in process.joinpath("fd").iterdir()]
+    assert sorted(re.sub(r"\d+", "N", path) for path in held) == [
+        "/dev/null", "/dev/null", "/dev/null", "/lock", "/output", "/runs", "pipe:[N]", "pipe:[N]"]
+    (client,) = process.joinpath("task", process.name, "children").read_text().split()
+    held = [os.readlink(path) for path in Path(f"/proc/{client}/fd").iterdir()]
+    assert os.readlink(f"/proc/{client}/fd/0") == "/dev/null"
+    assert not [path for path in held if folder in path]
+
+
+@docker_only
+def test_a_service_from_before_an_upgrade_starts_jobs(service: Service, name: str) -> None:
+    """It calls `sandbox __job`, and gives the command in a file."""
+    service.create(name)
+    like = service.job(name, "echo ready; sleep 98764")
+    process = Path(f"/proc/{supervisor_of(service, like)}")
+    folder = service.engine.home / "jobs" / name / "00000000000-aaaaaaaaaa"
+    shutil.copytree(folder.with_name(like["id"]), folder)
+    data = json.loads((folder / "job.json").read_text())
+    words = process.joinpath("cmdline").read_text().rstrip("\0").split("\0")
+    argv = [word.replace(data["tag"], "bbbbbbbbbb") for word in words[words.index("docker") :]]
+    (folder / "job.json").unlink()
+    (folder / "job.json.new").write_text(json.dumps({**data, "tag": "bbbbbbbbbb", "argv": argv}))
+    for file in ("output", "runs"):
+        (folder / file).write_text("")
+    environ = process.joinpath("environ").read_text().split("\0")
+    script = next(item for item in environ if item.startswith("SANDBOX_ENV=")).partition("=")[2]
+    null = subprocess.DEVNULL
+    subprocess.run(service.engine.sandbox_argv("__job", str(folder)), check=True,
+                   stdin=null, stdout=null, stderr=null,
+                   **service.engine.where(env={"SANDBOX_ENV": script}))
+    job = {**like, "id": folder.name}
+    next(event for event in service.events(job) if event[1] == "ready\n")
+    path = f"/api/sessions/{name}/jobs/{folder.name}"
+    assert service.get(path).json["state"] == "running"
+    assert service.request("DELETE", path).status == 202
+    assert service.ended(job)["state"] == "cancelled"
+    assert service.get(f"/api/sessions/{name}/jobs/{like['id']}").json["state"] == "running"
+
+
+@docker_only
+def test_a_zipapp_starts_jobs_also_when_its_file_is_replaced(
+    engine: Engine, project: Path, home: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zipapp = build_zipapp(engine.area / "sandbox.pyz")
+    monkeypatch.setattr(engine, "sandbox_argv", lambda *args: [PYTHON, "-I", str(zipapp), *args])
+    service = Service(engine)
+    service.create(name)
+    for _ in range(2):
+        job = service.ended(service.job(name, "echo out; exit 3"))
+        assert (job["exit"], text_of(service, job)) == (3, "out\n")
+        zipapp.write_text("not any more")
 
 
 @docker_only

@@ -29,6 +29,8 @@ import pytest
 from conftest import ROOT
 from service import wait_for
 
+import sandbox
+
 PROXY = ROOT / "static" / "image" / "proxy.py"
 OUTSIDE = "127.0.0.9"
 SECONDS = 30.0
@@ -361,6 +363,63 @@ def test_what_a_rule_matches(rule: str, host: str, port: int, matches: bool) -> 
 def test_wrong_rules(rules: str) -> None:
     with pytest.raises(ValueError):
         proxy.Rules(rules)
+
+
+# What rules may be made of: names that end in digits, what some C library reads as an address,
+# letters that only lower() makes ASCII, and lengths around the limits.
+LABELS = ("a", "example", "EXAMPLE", "3com", "123", "0", "0x7f", "0X7F", "0x", "0xg", "x_y", "_a",
+          "-a", "a-", "a--b", "\u212aelvin", "\xfc", "\u0663", "*", "", " ", "a b", "a/b", "127",
+          "255", "256", "01", "x" * 62, "x" * 63, "x" * 64)
+ADDRESSES = ("1.2.3.4", "01.2.3.4", "127.1", "::", "::1", "::1.", "2001:DB8::0:1",
+             "::ffff:10.0.0.1", "::FFFF:a00:1", "::7f00:1", "::1.2.3.4", "64:ff9b::808:808",
+             "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7:8:9", "fe80::1%eth0", "a::b", ":::", "12345::", "::g")
+PORTS = (*[""] * 4, ":1", ":80", ":443", ":0443", ":65535", ":65536", ":000443", ":0", ":", ":http",
+         ":\u0663", ":+1", ":-1", ": 1", ":1_0", ":80\n", ":1:2")
+FRAMES = (*["{}"] * 4, "*.{}", "[{}]", "*.[{}]", "[*.{}]", "[{}", "{}]", "[[{}]]", "{}.", "{}..",
+          ".{}", " {}", "{}\n", "http://{}", "{}/", "[{}].", "[]{}")
+
+
+def some_rule(chance: random.Random) -> str:
+    host = ".".join(chance.choices(LABELS, k=chance.choice((1, 1, 2, 2, 3, 5))))
+    if chance.random() < 0.3:
+        host = chance.choice(ADDRESSES)
+    elif chance.random() < 0.1:  # around the 253 characters of a name
+        host = ".".join([*["x" * 49] * 5, "y" * chance.randrange(1, 8)])
+    text = chance.choice(FRAMES).format(host) + chance.choice(PORTS)
+    if chance.random() < 0.2:
+        at = chance.randrange(len(text) + 1)
+        text = text[:at] + chance.choice("*.:[]-a0 \0\t%/") + text[at + chance.randrange(2) :]
+    return text
+
+
+def as_proxy_reads(text: str) -> str:
+    """A rule in its one form, or '' for none."""
+    try:
+        rule = proxy.Rule(text)
+    except ValueError:
+        return ""
+    host = f"[{rule.host}]" if ":" in rule.host else rule.host
+    return ("*." if rule.below else "") + host + (f":{rule.port}" if rule.port else "")
+
+
+def as_sandbox_reads(text: str) -> str:
+    try:
+        return sandbox.a_rule(text)
+    except ValueError:
+        return ""
+
+
+def test_a_rule_is_the_same_to_the_command_line_and_the_proxy() -> None:
+    """What one takes the other takes, and means the same by; a rule's one form stays as it is."""
+    chance = random.Random(20261122)
+    texts = {some_rule(chance) for _ in range(30_000)} | {*LABELS, *ADDRESSES}
+    different = {text: (as_sandbox_reads(text), as_proxy_reads(text)) for text in texts
+                 if as_sandbox_reads(text) != as_proxy_reads(text)}
+    assert not different
+    rules = set(filter(None, map(as_proxy_reads, texts)))
+    assert len(rules) > 300 and len(texts) > 10_000
+    for rule in rules:
+        assert as_sandbox_reads(rule) == as_proxy_reads(rule) == rule
 
 
 # --- Decisions ---

@@ -129,10 +129,21 @@ def test_the_pictures_are_there_and_small() -> None:
 # --- Configuration ---
 
 
+TYPES = {"list": "array of strings", "object": "object"}
+
+
 def test_the_table_has_the_keys_that_there_are() -> None:
+    """With the type of each that is no scalar, its default and its variable."""
     table = README.partition("| key | type | |\n")[2].partition("\n\n")[0]
-    cells = [line.split("|")[1] for line in table.splitlines()[1:]]
-    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(sandbox.KEYS)
+    found = []
+    for line in table.splitlines()[1:]:
+        names, types, text = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+        for key in (sandbox.KEYS[name] for name in re.findall(r"`(\w+)`", names)):
+            found.append(key.name)
+            assert (types if types in TYPES.values() else None) == TYPES.get(key.kind), key.name
+            assert key.default is None or f"`{key.default}`" in text, key.name
+            assert key.variable in README
+    assert sorted(found) == sorted(sandbox.KEYS)
 
 
 def test_the_examples_of_files_are_valid(

@@ -13,7 +13,7 @@ import pytest
 from conftest import IMAGE, PYTHON, USER, Engine, Result
 from machine import Machine, own_machine
 
-from sandbox import missing_helpers, version_numbers
+from sandbox import Podman, version_numbers
 
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 
@@ -275,7 +275,7 @@ NOT_ON_PATH = "executable file not found in $PATH"
 def test_what_podman_misses_is_told_from_what_a_container_misses(
     engine: Engine, message: str, helpers: list[str]
 ) -> None:
-    assert missing_helpers(message) == helpers
+    assert Podman().missing_helpers(message) == helpers
 
 
 @pytest.mark.parametrize("helper", ["user ids", "network"])

@@ -2,8 +2,8 @@
 // The modules of the main UI do the talking with the service; they lie beside this one, under /ui/.
 
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
-const [{ api, link }, { $, drawn, h, say, toast }, { agentName, ago, lasted, tailOf },
-  { refresh, startPolling, store }, { AgentStream }, { plain }] =
+const [{ api, link }, { $, drawn, h, say, toast }, { ago, lasted, tailOf },
+  { agentName, refresh, startPolling, store }, { AgentStream }, { plain }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js"]
     .map((name) => import(ui + name)));
 
@@ -44,7 +44,8 @@ function stateOf(row) {
 function linesOf(job) {
   if (!job) return [];
   const blocks = [];
-  const stream = new AgentStream((block, isNew) => isNew && blocks.push(block), job.size > TAIL_BYTES);
+  const stream = new AgentStream((block, isNew) => isNew && blocks.push(block),
+    job.size > TAIL_BYTES, store.agents.get(job.agent)?.events);
   stream.feed("stdout", job.tail ?? "");
   if (job.state !== "running") stream.end();
   // All of it may be one line, of which the beginning is missing.

@@ -3,11 +3,11 @@
 import { api, follow } from "./api.js";
 import { drawn, h, problem, say, stickyScroll } from "./dom.js";
 import { AgentStream } from "./events.js";
-import { agentName, canBePrompted, duration } from "./format.js";
+import { canBePrompted, duration } from "./format.js";
 import { icon } from "./icons.js";
 import { JobFoot, composer, stoppedNotice } from "./jobs.js";
 import { render } from "./markdown.js";
-import { refresh } from "./store.js";
+import { agentName, refresh, store } from "./store.js";
 
 const SHOWN_TURNS = 10;
 const SHOWN_BYTES = 4_000_000; // of a turn that was there before; the rest can be fetched
@@ -136,7 +136,8 @@ class Turn {
     this.dirty = new Set();
     this.from = job.size > SHOWN_BYTES ? job.size - SHOWN_BYTES : 0;
     this.foot.output.hidden = !this.from;
-    this.stream = new AgentStream((block) => this.changed(block), this.from > 0);
+    this.stream = new AgentStream((block) => this.changed(block), this.from > 0,
+      store.agents.get(job.agent)?.events);
   }
 
   async load(fresh) {

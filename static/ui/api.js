@@ -1,6 +1,6 @@
 // The web service, as the README describes it under "Web service API".
 
-import { decision, detail, job, row, shown } from "./typed.js";
+import { decision, detail, job, profiles, row, shown } from "./typed.js";
 
 export class ApiError extends Error {
   constructor(status, { code = "failed", message = `the server answered with status ${status}`, hint = "" } = {}) {
@@ -75,7 +75,7 @@ export const api = {
   jobs: async (name, limit = 50) =>
     (await call("GET", path("sessions", name, "jobs") + `?limit=${limit}`)).map(job),
   cancel: (name, id) => call("DELETE", path("sessions", name, "jobs", id)),
-  profiles: () => call("GET", path("profiles")),
+  profiles: async () => profiles(await call("GET", path("profiles"))),
   directories: async (begun) => {
     const query = new URLSearchParams({ path: begun });
     return (await call("GET", `${path("directories")}?${query}`)).directories;

@@ -1,11 +1,7 @@
 // How times, sizes and states read.
 
-export const AGENTS = { claude: "Claude Code", gemini: "Gemini CLI", codex: "Codex", opencode: "OpenCode" };
-
 /** The words for a key, or the key itself: it may be the name of anything. */
 export const named = (words, key) => (Object.hasOwn(words, key) ? words[key] : key);
-
-export const agentName = (agent) => named(AGENTS, agent);
 
 export function duration(milliseconds) {
   const seconds = milliseconds / 1000;

@@ -2,11 +2,11 @@
 
 import { api, link } from "./api.js";
 import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
-import { agentName, canBePrompted, count, tailOf } from "./format.js";
+import { canBePrompted, count, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { networkText } from "./network.js";
 import { mountForm, mountList } from "./sessions.js";
-import { refresh, startPolling, store } from "./store.js";
+import { agentName, agentsKnown, refresh, startPolling, store } from "./store.js";
 
 const SCREENS = {
   agent: ["Agent", () => import("./agent.js")],
@@ -84,7 +84,7 @@ async function showSession(name, screen) {
   drawHead(head, name, null, view);
 
   const load = async () => {
-    view.detail = await api.session(name);
+    [view.detail] = await Promise.all([api.session(name), agentsKnown()]);
     if (!view.gone) drawHead(head, name, view.detail, view);
     return view.detail;
   };

@@ -3,10 +3,10 @@
 import { api } from "./api.js";
 import { completeDirectories } from "./directory.js";
 import { $, drawn, h, problem, toast } from "./dom.js";
-import { AGENTS, agentName, ago, count, outcome, tailOf } from "./format.js";
+import { ago, count, outcome, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { networkChoice } from "./network.js";
-import { refresh, store } from "./store.js";
+import { agentName, profiles, refresh, store } from "./store.js";
 
 const FILTER_FROM = 8; // sessions from which on there is a filter
 
@@ -128,12 +128,18 @@ export function mountForm(root, { created }) {
       field("Image version", image, "For example 1.0-common.")),
     h("div", { class: "row end" }, h("a", { class: "button quiet", href: "#/" }, "Cancel"), submit));
 
-  function drawAgents(names) {
+  function drawAgents() {
     const choice = (value, label, checked) => h("label", { class: "choice" },
       h("input", { type: "radio", name: "agent", value, checked }), h("span", {}, label));
-    agents.replaceChildren(...names.map((agent, index) => choice(agent, agentName(agent), index === 0)), choice("", "No agent", false));
+    const names = [...store.agents.keys()];
+    if (names.join() === offered) return;
+    offered = names.join();
+    agents.replaceChildren(
+      ...names.map((agent, index) => choice(agent, agentName(agent), index === 0)),
+      choice("", "No agent", false));
   }
-  drawAgents(Object.keys(AGENTS));
+  let offered = "";
+  drawAgents();
 
   let known = [];
   profile.addEventListener("change", () => {
@@ -143,12 +149,12 @@ export function mountForm(root, { created }) {
     none.nextSibling.textContent = chosen?.agent ? `The profile's: ${agentName(chosen.agent)}` : "No agent";
     if (chosen?.agent) none.checked = true;
   });
-  api.profiles().then((data) => {
+  profiles().then((data) => {
     if (gone) return;
     known = data.profiles;
     profile.append(...known.map((entry) => h("option", { value: entry.name, disabled: Boolean(entry.error) },
       entry.error ? `${entry.name} (${entry.error})` : entry.name)));
-    if (data.agents.join() !== Object.keys(AGENTS).join()) drawAgents(data.agents);
+    drawAgents();
     if (data.directory && !directory.value) directory.value = data.directory;
   }).catch((error) => gone || errors.replaceChildren(problem(error)));
 

@@ -1,4 +1,4 @@
-// The list of sessions, polled while somebody looks, and told by "change" events.
+// The list of sessions, polled while somebody looks, and told by "change" events; the agents, once.
 
 import { api } from "./api.js";
 
@@ -7,8 +7,23 @@ const PERIOD = 2000;
 export const store = Object.assign(new EventTarget(), {
   sessions: null, // null until the first answer
   error: null,
+  agents: new Map(), // what the server says of each, by its name
   find: (name) => store.sessions?.find((session) => session.name === name),
 });
+
+export const agentName = (name) => store.agents.get(name)?.title ?? name;
+
+/** What a session can be created from; the agents are kept. */
+export async function profiles() {
+  const data = await api.profiles();
+  store.agents = new Map(data.agentDetails.map((agent) => [agent.name, agent]));
+  return data;
+}
+
+let knowing;
+
+/** Resolves when the agents are known, or cannot be had now. */
+export const agentsKnown = () => (knowing ??= profiles().catch(() => (knowing = undefined)));
 
 let timer;
 let asked;
@@ -27,7 +42,7 @@ export function refresh() {
 
 async function load() {
   try {
-    store.sessions = await api.sessions(tail);
+    [store.sessions] = await Promise.all([api.sessions(tail), agentsKnown()]);
     store.error = null;
   } catch (error) {
     store.error = error;

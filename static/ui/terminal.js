@@ -3,10 +3,9 @@
 
 import { api, pause } from "./api.js";
 import { $, busy, h, problem, say, toast } from "./dom.js";
-import { agentName } from "./format.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
-import { refresh } from "./store.js";
+import { agentName, refresh } from "./store.js";
 
 const ACK_BYTES = 128 * 1024;
 const ACK_MILLISECONDS = 200;

@@ -76,7 +76,8 @@ const amount = (value) => {
 };
 const whether = (value) => value === true;
 const when = (value) => amount(value) ?? shown(value);
-const texts = (value) => (Array.isArray(value) ? value.map(shown) : [shown(value)]);
+const each = (type) => (value) => (Array.isArray(value) ? value : [value]).map(type);
+const texts = each(shown);
 
 /** An object of lenient fields; anything else becomes the text of one of them. */
 const fitted = (fields, one) => {
@@ -85,8 +86,8 @@ const fitted = (fields, one) => {
 };
 
 export const job = fitted({ id: shown, session: shown, kind: shown, state: shown, exit: amount,
-  command: shown, prompt: shown, started: when, ended: when, size: amount, error: shown,
-  tail: shown }, "error");
+  command: shown, prompt: shown, agent: shown, started: when, ended: when, size: amount,
+  error: shown, tail: shown }, "error");
 const rules = fitted({ allow: texts, deny: texts }, "allow");
 const session = { name: shown, state: shown, agent: shown, directory: shown };
 export const row = fitted({ ...session, network: shown, agentMode: whether, jobs: amount,
@@ -94,6 +95,10 @@ export const row = fitted({ ...session, network: shown, agentMode: whether, jobs
 export const detail = fitted({ ...session, workdir: shown, runtime: shown,
   agentPromptCommand: shown, ports: texts,
   network: (value) => (isRecord(value) ? rules(value) : shown(value)) }, "name");
+const profile = fitted({ name: shown, agent: shown, directory: shown, error: shown }, "name");
+const agent = fitted({ name: shown, title: shown, events: shown }, "name");
+export const profiles = fitted({ profiles: each(profile), agentDetails: each(agent),
+  directory: shown }, "directory");
 const DECISION = fitted({ host: shown, port: amount, verdict: shown, rule: shown, reason: shown,
   time: shown, first: shown, count: amount }, "host");
 export const decision = (value) => ({ host: "", time: "", ...DECISION(value) });

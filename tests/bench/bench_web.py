@@ -47,6 +47,7 @@ TERMINALS, TIMES = 100, 10
 SESSIONS, POLLERS, POLL_SECONDS = 50, 20, 2  # as often as a page asks, see static/ui/store.js
 EVENTS, EVENT_SECONDS, EVENT_BYTES = 600, 0.015, 300
 HELD = 500
+JOBS = 30
 
 
 Pairs = list[tuple[list[float], list[float]]]
@@ -393,6 +394,55 @@ def turn(server: Server, table: Table) -> None:
         table.row(f"{title}, over the stream", median(ratios), "x", f"of {stream} bytes", most=3)
 
 
+# --- A short job ---
+
+
+def first_byte_ms(server: Server, session: str) -> float:
+    """How long after it was asked for a job has printed something."""
+    began = time.perf_counter()
+    job = server.post(f"/api/sessions/{session}/command", {"command": "echo x"})
+    output = server.home / "jobs" / session / job["id"] / "output"
+    while not output.stat().st_size:
+        time.sleep(0.0005)
+    return (time.perf_counter() - began) * 1000
+
+
+def bare_first_byte_ms(session: str) -> float:
+    began = time.perf_counter()
+    argv = ["docker", "exec", session, "sh", "-c", "echo x"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.read(1)
+        return (time.perf_counter() - began) * 1000
+
+
+def supervisor_mb(server: Server, session: str) -> tuple[float, float]:
+    """What the supervisor of a job holds: all, and its share of what it has with others."""
+    job = server.post(f"/api/sessions/{session}/command", {"command": "echo x; sleep 1000"})
+    folder = server.home / "jobs" / session / job["id"]
+    while not (folder / "output").stat().st_size:
+        time.sleep(0.01)
+    text = Path(f"/proc/{supervisor(folder)}/smaps_rollup").read_text()
+    resident, share = (int(line.split()[1]) * 1024 / 1e6 for line in text.splitlines()
+                       if line.startswith(("Rss:", "Pss:")))
+    return resident, share
+
+
+def job(server: Server, table: Table) -> None:
+    """The first byte of a job beside that of `docker exec`, and what the supervisors hold."""
+    session = server.session()
+    first_byte_ms(server, session), bare_first_byte_ms(session)
+    pairs = [(first_byte_ms(server, session), bare_first_byte_ms(session)) for _ in range(JOBS)]
+    ours, theirs = (median(column) for column in zip(*pairs, strict=True))
+    added = [job - bare for job, bare in pairs]
+    table.row("first byte of a job, added to docker exec", median(added), "ms",
+              f"{ours:.1f} over {theirs:.1f} {quartiles(added)}", most=50)
+    held = [supervisor_mb(server, session) for _ in range(JOBS)]
+    for title, values, most in zip(("resident", "its share"), zip(*held, strict=True), (9, 6),
+                                   strict=True):
+        table.row(f"each of {JOBS} supervisors, {title}", median(values), "MB", quartiles(values),
+                  most=most)
+
+
 # --- Many connections ---
 
 HALF = b"GET / HTTP/1.1\r\nHo"
@@ -481,8 +531,8 @@ def page(server: Server, table: Table) -> None:
         tab.close()
 
 
-PARTS: list[Callable[[Server, Table], None]] = [echo, flood, stalled, memory, sessions, turn, crowd,
-                                                page]
+PARTS: list[Callable[[Server, Table], None]] = [echo, flood, stalled, memory, sessions, turn, job,
+                                                crowd, page]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
