@@ -83,8 +83,9 @@ class Old:
 
 
 @pytest.fixture
-def old(engine: Engine, old_image: str, home: Path, project: Path, name: str) -> Old:
-    return Old(engine, name, old_image, home, project)
+def old(engine: Engine, old_image: str, home: Path, project: Path, name: str) -> Iterator[Old]:
+    yield Old(engine, name, old_image, home, project)
+    write_config(home)  # a test that asks for no home of its own gets this one
 
 
 @pytest.fixture
