@@ -11,8 +11,9 @@ Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the conf
 Exit codes: 0; 1 our own failure or a wrong configuration; 2 usage; 130 Ctrl-C. `run` passes the
 status of what it ran on, uses 125 for a failure before that, and 128+n for a signal n.
 
-Import budget: only os, sys and contextlib at import; argparse, json, select and signal where a command
-needs them; never subprocess, shutil, dataclasses or typing. `sandbox ps` is measured against it.
+Import budget: at import only os, sys, contextlib, and functools, which contextlib imports;
+argparse, json, select and signal where a command needs them; never subprocess, shutil, dataclasses
+or typing. `sandbox ps` is measured against it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager, suppress
+from functools import partial
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGI
 EXEC_SCRIPT = """\
 n=0
 until [ -e /run/sandbox-ready ]; do
-  n=$((n+1)); [ $n -le 400 ] || { echo 'sandbox: the container did not become ready' >&2; exit 125; }
+  n=$((n+1))
+  [ $n -le 400 ] || { echo 'sandbox: the container did not become ready' >&2; exit 125; }
   sleep 0.05
 done
 [ "$1" = 0 ] || stty rows "$1" cols "$2" 2>/dev/null
@@ -70,12 +73,14 @@ eval "$SANDBOX_ENV"
 SANDBOX_SCRIPT=$SANDBOX_AUTOSTART
 unset SANDBOX_ENV SANDBOX_AUTOSTART
 [ -z "$SANDBOX_PROXY" ] || {
-  export HTTP_PROXY="$SANDBOX_PROXY" HTTPS_PROXY="$SANDBOX_PROXY" NO_PROXY=localhost,127.0.0.1,::1 NODE_USE_ENV_PROXY=1
+  export HTTP_PROXY="$SANDBOX_PROXY" HTTPS_PROXY="$SANDBOX_PROXY"
+  export NO_PROXY=localhost,127.0.0.1,::1 NODE_USE_ENV_PROXY=1
   export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
   export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
 }
 if [ "$SANDBOX_SCRIPT" = job ]; then
-  [ "$SANDBOX_SETSID" ] || { echo 'another command has started it: see /tmp/autostart.log'; exit 0; }
+  [ "$SANDBOX_SETSID" ] ||
+    { echo 'another command has started it: see /tmp/autostart.log'; exit 0; }
 elif [ "$SANDBOX_SETSID" ] && [ "$SANDBOX_SCRIPT" ]; then
   SANDBOX_EXEC=autostart "$SANDBOX_SETSID" "$SANDBOX_SETSID" sh -c "$SANDBOX_SCRIPT" \
     </dev/null >/tmp/autostart.log 2>&1
@@ -163,7 +168,7 @@ SHORTCUTS = {shortcut: name for name, agent in AGENTS.items() for shortcut in ag
 
 
 class SandboxError(Exception):
-    """A failure that a person can act on: what happened, the one thing to do, and the exit status."""
+    """A failure that a person can act on: what happened, what to do, and the exit status."""
 
     def __init__(self, message: str, hint: str = "", code: int = 1) -> None:
         super().__init__(message)
@@ -175,7 +180,7 @@ class NameTaken(SandboxError):
 
 
 class NotBegun(SandboxError):
-    """A container ended before its command began; `sure` is False where the command may have begun."""
+    """A container ended before its command began; where it may have begun `sure` is False."""
 
     def __init__(self, message: str, hint: str, code: int, *, sure: bool) -> None:
         super().__init__(message, hint, code)
@@ -196,7 +201,7 @@ def printable(text: str) -> str:
 
 
 def say(message: str) -> None:
-    """Talk to the person: standard error. Paths, engines and what is inside have their words in it."""
+    """Talk to the person, on standard error; some of the words are those of others."""
     print(f"sandbox: {printable(message)}", file=sys.stderr, flush=True)
 
 
@@ -291,10 +296,10 @@ class EnvFileError(SandboxError):
 def parse_env_file(text: str, source: str) -> dict[str, tuple[str, int]]:
     """Variables of an env file with their line numbers, the last line winning.
 
-    A line is `[export] NAME=value`; `#` starts a comment line. Single quotes keep everything, double
-    quotes keep everything but a backslash before `"`, `\\`, `$` or a backtick; no substitution takes
-    place. What shells read in two ways is refused. Only LF ends a line: a carriage return belongs to
-    the value. Raises EnvFileError.
+    A line is `[export] NAME=value`; `#` starts a comment line. Single quotes keep everything,
+    double quotes keep everything but a backslash before `"`, `\\`, `$` or a backtick; no
+    substitution takes place. What shells read in two ways is refused. Only LF ends a line: a
+    carriage return belongs to the value. Raises EnvFileError.
     """
     variables: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -374,7 +379,7 @@ def read_env_file(path: str) -> dict[str, tuple[str, int]]:
 
 
 def is_text(value: Any) -> bool:
-    """True for a string that an argv, an environment and a file can hold: no NUL, no lone surrogate of JSON."""
+    """True for a string without NUL and lone surrogates: an argv and a file can hold it."""
     if not isinstance(value, str) or "\0" in value:
         return False
     with suppress(UnicodeEncodeError):
@@ -423,8 +428,8 @@ def one_of(known: Iterable[str], what: str) -> Callable[[Any], str]:
 def is_exact(path: str) -> bool:
     """Whether everybody reads a path as we do: strict UTF-8 without control characters.
 
-    Engines are written in Go, which makes U+FFFD of other bytes and "\\n" of "\\r\\n": they would mount
-    another path than the one that was checked.
+    Engines are written in Go, which makes U+FFFD of other bytes and "\\n" of "\\r\\n": they would
+    mount another path than the one that was checked.
     """
     with suppress(UnicodeEncodeError):
         path.encode()
@@ -433,7 +438,9 @@ def is_exact(path: str) -> bool:
 
 
 def an_absolute_path(value: Any) -> str:
-    path = os.path.expanduser(a_string(value)) if a_string(value).startswith("~/") else a_string(value)
+    path = a_string(value)
+    if path.startswith("~/"):
+        path = os.path.expanduser(path)
     if not path.startswith("/"):
         raise ValueError(f"{value!r} is not an absolute path")
     if not is_exact(path):
@@ -526,7 +533,8 @@ def canonical_host(text: str) -> str:
 
 
 def a_network(value: Any) -> Any:
-    """`open`, `none`, `host`, or an object with the keys `allow` and, where some are meant, `deny`: lists of hosts."""
+    """`open`, `none`, `host`, or an object with the keys `allow` and, where some are meant, `deny`:
+    lists of hosts."""
     if isinstance(value, dict) and "allow" in value and not set(value) - {"allow", "deny"}:
         lists = {key: [a_rule(rule) for rule in rules] for key, rules in value.items()
                  if isinstance(rules, list)}
@@ -709,7 +717,7 @@ ADDING = ("created", "flags", "request")  # the layers whose rules add to those 
 
 
 def merge(layers: Sequence[Layer]) -> dict[str, list[tuple[Any, str]]]:
-    """Effective settings, lowest layer first: a scalar is the last item of its list, lists are appended."""
+    """Effective settings, lowest layer first: of a scalar the last counts, lists are appended."""
     merged: dict[str, list[tuple[Any, str]]] = {}
     for layer in layers:
         for name, value in layer.values.items():
@@ -737,8 +745,9 @@ def with_rules(network: Any, more: Any) -> Any:
 
 
 def merge_env(layers: Sequence[Layer],
-              read: Callable[[str], dict[str, tuple[str, int]]] = read_env_file) -> dict[str, tuple[Any, str]]:
-    """The container's variables: env files of all layers first, then `env` of all layers (spec 2.2)."""
+              read: Callable[[str], dict[str, tuple[str, int]]] = read_env_file,
+              ) -> dict[str, tuple[Any, str]]:
+    """The container's variables: the env files of all layers first, then all `env`."""
     env: dict[str, tuple[Any, str]] = {}
     for layer in layers:
         for path in layer.values.get("envFile", ()):
@@ -821,7 +830,7 @@ def make_private(folder: str) -> None:
 
 
 def write_private(path: str, text: str) -> None:
-    """Write a file with mode 0600 so that a reader sees the old content or the new, never a part."""
+    """Write a file with mode 0600; a reader sees the old content or the new, never a part."""
     target = os.path.realpath(path)
     temporary = f"{target}.{random_id()}"
     try:
@@ -841,7 +850,8 @@ def write_private(path: str, text: str) -> None:
 def profile_layer(data: Mapping[str, Any], name: str) -> Layer:
     runs = data.get("runs", {})
     if name not in runs or not is_exact(name):  # it becomes a label
-        hint = f"the run profiles are {', '.join(runs)}" if runs else f"{config_path()} has none: sandbox init"
+        hint = f"{config_path()} has none: sandbox init"
+        hint = f"the run profiles are {', '.join(runs)}" if runs else hint
         raise SandboxError(f"no run profile {name!r}{nearest(name, runs)}", hint)
     if not isinstance(runs[name], dict):
         raise SandboxError(f"{config_path()}: runs.{name} is not an object")
@@ -883,7 +893,7 @@ def load_config(flags: Layer | None = None, profile: str | None = None,
 
 
 def current_directory() -> str:
-    """Where we are. Raises SandboxError when it is gone, or has a name that engines read in another way."""
+    """Where we are. Raises SandboxError when it is gone or no engine can be told its name."""
     try:
         path = os.getcwd()
     except FileNotFoundError:
@@ -951,7 +961,7 @@ def end_on_signals() -> None:
 
 
 def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int = 2) -> int:
-    """Run argv with its output on our stderr, or `output`. Raises SandboxError when there is no such program."""
+    """Run argv, its output on our stderr or `output`. Raises SandboxError without a program."""
     try:
         return wait_for(spawn(argv, env=env, fds={1: output}))
     except FileNotFoundError:
@@ -961,8 +971,8 @@ def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int 
 class Output:
     """A process whose output is collected: start it, do something else, then ask for the result.
 
-    One that is to answer soon leads a group of its own, which is killed with it, unless there is a terminal
-    on which it could ask for a passphrase.
+    One that is to answer soon leads a group of its own, which is killed with it, unless there is a
+    terminal on which it could ask for a passphrase.
     """
 
     def __init__(self, argv: Sequence[str], seconds: float | None = CALL_SECONDS) -> None:
@@ -972,7 +982,8 @@ class Output:
         self.argv, self.seconds = argv, seconds
         self.deadline = None if seconds is None else time.monotonic() + seconds
         self.leads = seconds is not None and seconds < LONG_SECONDS and not os.isatty(0)
-        null, (self.out, out), (self.err, err) = os.open(os.devnull, os.O_RDONLY), os.pipe(), os.pipe()
+        null = os.open(os.devnull, os.O_RDONLY)
+        (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
             self.pid = spawn(argv, fds={0: null, 1: out, 2: err}, own_group=self.leads)
         except OSError:
@@ -989,7 +1000,8 @@ class Output:
     def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
         """Exit status, standard output, standard error.
 
-        With a limit a process that prints more is killed there. Raises EngineProblem after the deadline.
+        With a limit a process that prints more is killed there. Raises EngineProblem after the
+        deadline.
         """
         chunks: dict[int, list[bytes]] = {self.out: [], self.err: []}
         try:
@@ -1017,7 +1029,8 @@ class Output:
                 if not data:
                     poller.unregister(fd)
                     left -= 1
-            if limit_bytes and sum(len(data) for parts in chunks.values() for data in parts) > limit_bytes:
+            total = sum(len(data) for parts in chunks.values() for data in parts)
+            if limit_bytes and total > limit_bytes:
                 self.kill(9)
                 return
 
@@ -1064,8 +1077,8 @@ class Output:
 class Step:
     """A command that takes long: a live block on a terminal, else one line with its time.
 
-    Its output goes to a log, which is kept and named when it fails. With SANDBOX_VERBOSE (--verbose) the
-    output passes through instead.
+    Its output goes to a log, which is kept and named when it fails. With SANDBOX_VERBOSE
+    (--verbose) the output passes through instead.
     """
 
     def __init__(self, title: str, number: int = 1, total: int = 1, undone: str = "") -> None:
@@ -1100,7 +1113,7 @@ class Step:
             say(f"{self.head}  {self.elapsed()}")
 
     def watch(self, argv: Sequence[str], env: Mapping[str, str] | None) -> int:
-        """Run it with its output going to the log and its last line to the block; the exit status."""
+        """Run it, its output into the log and the last line into the block; the exit status."""
         import select
 
         if argv[0] == "sudo" and os.isatty(0):  # its question would be drawn over
@@ -1152,7 +1165,7 @@ class Step:
         return f"{seconds // 60}:{seconds % 60:02d}"
 
     def draw(self) -> None:
-        """Show what it is, how long it has taken and its last line, in the place of what was shown before."""
+        """Show what it is, how long it has taken and its last line, over what was shown before."""
         import time
 
         now = time.monotonic()
@@ -1271,8 +1284,8 @@ def may_run(name: str) -> bool:
     if not os.path.exists("/proc/1/comm"):
         return True
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            if file.read().rstrip("\n") == name:
+        with suppress(OSError), open(f"/proc/{pid}/comm", "rb") as file:
+            if file.read().rstrip(b"\n") == name.encode():
                 return True
     return False
 
@@ -1886,7 +1899,8 @@ def candidates(config: Config) -> list[Engine]:
 
 def first_answer(engines: Sequence[Engine],
                  start: Callable[[Engine], Output]) -> tuple[Engine, int, str, str]:
-    """Make one call on the first engine that answers: engine, status, stdout, stderr. Raises EngineProblem."""
+    """Make one call on the first engine that answers: engine, status, stdout, stderr. Raises
+    EngineProblem."""
     met: SandboxError | None = None
     wanted = engines[0].name if len(engines) == 1 else ""
     broken = ""
@@ -1915,7 +1929,8 @@ def first_answer(engines: Sequence[Engine],
 
 
 def pick_engine(engines: Sequence[Engine]) -> tuple[Engine, bool]:
-    """The first engine that answers, and whether it is rootless. Raises EngineProblem, also when it is too old."""
+    """The first engine that answers, and whether it is rootless. Raises EngineProblem, also when it
+    is too old."""
     engine, status, out, err = first_answer(engines, Engine.facts)
     if status:
         raise engine.failure(err)
@@ -1969,7 +1984,7 @@ def ask_person(text: str) -> str:
 
 
 class Session:
-    """A container as its labels describe it; `id` is the engine's, '' for one that is yet to be made."""
+    """A container as its labels describe it; `id` is the engine's, '' before there is one."""
 
     def __init__(self, name: str, state: str, labels: Mapping[str, str], id: str = "") -> None:
         self.name, self.state, self.labels, self.id = name, state, labels, id
@@ -2023,7 +2038,7 @@ def settings_path(name: str) -> str:
 
 
 def read_settings(name: str) -> dict[str, Any]:
-    """The settings made for a session: env, network, autostart, agentPromptCommand. Raises SandboxError."""
+    """The settings made for a session, keys of the configuration. Raises SandboxError."""
     path = settings_path(name)
     try:
         data = read_json(path)
@@ -2045,7 +2060,8 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def lock_settings(name: str) -> Iterator[None]:
-    """Keep others from changing the settings of a session, and from putting its rules in force, meanwhile."""
+    """Keep others from changing the settings of a session, and from putting its rules in force,
+    meanwhile."""
     import fcntl
 
     path = f"{settings_path(name)}.lock"
@@ -2061,7 +2077,8 @@ def lock_settings(name: str) -> Iterator[None]:
 
 
 def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
-    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there, so it is left out."""
+    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there,
+    so it is left out."""
     return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
                  "settings", f"{settings_path(name)}: ")
 
@@ -2069,7 +2086,8 @@ def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
                    flags: Layer | None = None,
                    profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session: the configuration, what its creation said, its settings, and flags given now."""
+    """What is in force for a session: the configuration, what its creation said, its settings, and
+    flags given now."""
     data = read_config() if data is None else data
     settings = read_settings(session.name) if settings is None else settings
     if profile is None and session.profile in data.get("runs", {}):
@@ -2080,7 +2098,7 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
 
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
-    """Look for a container of ours by name, with one call. Raises SandboxError when it is not ours."""
+    """Look for a session by name, with one call. Raises SandboxError for what is none."""
     engine, status, out, err = first_answer(engines, lambda e: Output(e.inspect_argv(name)))
     if status and engine.is_absent(err):
         return engine, None
@@ -2147,7 +2165,7 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
 
 
 def spec_of(config: Config) -> dict[str, Any]:
-    """What a container is created from: the part of the configuration that an existing one cannot change."""
+    """The part of the configuration that an existing container cannot change."""
     directory, volumes = config.get("hostPath"), config.all("volumes")
     paths = (directory, *(volume.split(":")[0] for volume in volumes))
     spec = {"sources": [resolved(path) for path in paths], "image": config.image,
@@ -2159,7 +2177,7 @@ def spec_of(config: Config) -> dict[str, Any]:
 
 
 def resolved(path: str) -> str:
-    """The path without links. This is done once for a mount: what is checked is what the engine is given."""
+    """The path without links. It is read once: what is checked is what the engine is given."""
     try:
         return os.path.realpath(path)
     except OSError as error:  # a link became a directory meanwhile
@@ -2168,7 +2186,7 @@ def resolved(path: str) -> str:
 
 
 def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
-    """A line for everything in which a container differs from what is asked for now; rules need no new container."""
+    """A line for all in which a container differs from what is asked for, but for its rules."""
     lines = []
     for key, value in want.items():
         old = have.get(key)
@@ -2242,9 +2260,11 @@ def mount_targets(spec: Mapping[str, Any]) -> list[str]:
 
 
 def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
-    """The arguments of mounts_are() in static/session/mounts.sh; [] where this system has no mount table.
+    """The arguments of mounts_are() in static/session/mounts.sh; [] where this system has no mount
+    table.
 
-    The boot id of this machine, then for each mount its device and path there, and its place in the container.
+    The boot id of this machine, then for each mount its device and path there, and its place in the
+    container.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -2257,7 +2277,8 @@ def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
 
 
 def place_of(source: str) -> str:
-    """Device and path on it of a resolved path, as the mount table shows a bind mount of it (proc(5), mountinfo).
+    """Device and path on it of a resolved path, as the mount table shows a bind mount of it
+    (proc(5), mountinfo).
 
     "gone" for what is not there, or has become a link: no mount is that.
     """
@@ -2320,7 +2341,8 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
         if targets.count(target) > 1:
             raise SandboxError(f"two mounts go to {target}", "keep one of them", 125)
     if spec["sources"][0] == os.path.realpath(os.path.expanduser("~")):
-        say(f"the whole home directory {spec['directory']} is mounted: the agent can read every key in it")
+        say(f"the whole home directory {spec['directory']} is mounted: "
+            "the agent can read every key in it")
 
 
 SYSTEM_DIRECTORIES = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run",
@@ -2345,7 +2367,8 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
                    spec: Mapping[str, Any]) -> tuple[Engine, Session]:
-    """Create and start a session and its proxy; what a failed attempt left is removed. Raises SandboxError.
+    """Create and start a session and its proxy; what a failed attempt left is removed. Raises
+    SandboxError.
 
     `spec` is spec_of(config) as it was checked.
     """
@@ -2378,7 +2401,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
 
 def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
                      spec: Mapping[str, Any]) -> Session:
-    """Create a session anew from what is configured now; where that fails the old one is there, stopped."""
+    """Create a session anew as configured now; where that fails the old one is there, stopped."""
     stop_session(engine, session)
     engine.ask(engine.argv("rename", session.id, f"{session.name}.{random_id()}"))
     try:
@@ -2429,7 +2452,7 @@ def start_session(engine: Engine, session: Session) -> Session:
 
 
 def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
-    """Stop a session that has just been started where its mounts are others than meant. Raises SandboxError."""
+    """Stop a session that was just started on other mounts than meant. Raises SandboxError."""
     meant = mounts_meant(have)
     if not meant:
         return
@@ -2499,7 +2522,7 @@ KEPT_DIRECTORY = "/var/lib/sandbox-net"  # a volume of the proxy's own, unseen b
 
 
 def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> list[str]:
-    """The engine call that starts the proxy of a session, from the same image, on the engine's default network."""
+    """The engine call that starts the proxy of a session, on the engine's default network."""
     import json
 
     return engine.create_argv(
@@ -2521,7 +2544,7 @@ def set_argv(engine: Engine, session: Session, network: Any) -> list[str]:
 
 
 def set_rules(engine: Engine, session: Session, network: Any) -> None:
-    """Put the rules in force, with the proxy started where it is not running. Raises SandboxError."""
+    """Put the rules in force; a proxy that is down is started. Raises SandboxError."""
     argv = set_argv(engine, session, network)
     if Output(argv).result()[0]:
         start_proxy(engine, session)
@@ -2569,7 +2592,8 @@ def show_log(engine: Engine, session: Session, follow: bool) -> int:
 
 
 def refusals(engine: Engine, session: Session, since: float) -> list[str]:
-    """A line for each of the hosts that were refused to a session since a time, the first five; programs hide them."""
+    """A line for each of the hosts that were refused to a session since a time, the first five;
+    programs hide them."""
     if not session.proxy:
         return []
     out = ""
@@ -2578,13 +2602,12 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     entries = filter(None, map(decision_of, out.splitlines()))
     denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries
                            if e["verdict"] == "deny")
-    return [
-        f"{session.name} was refused {host} port {port}: {reason}; see: sandbox net log {session.name}"
-            for host, port, reason in list(denied)[:5]]
+    return [f"{session.name} was refused {host} port {port}: {reason}; "
+            f"see: sandbox net log {session.name}" for host, port, reason in list(denied)[:5]]
 
 
 def start_proxy(engine: Engine, session: Session) -> None:
-    """Start the proxy of a session, or make it again when somebody has removed it. Raises SandboxError."""
+    """Start the proxy of a session, or make it again where it is gone. Raises SandboxError."""
     status, _, err = Output(engine.argv("start", session.proxy), LONG_SECONDS).result()
     if status and engine.is_absent(err):
         argv = proxy_argv(engine, session, session.created()[0])
@@ -2601,7 +2624,7 @@ def remove_proxy(engine: Engine, session: Session) -> None:
 
 
 def network_of(session: Session, config: Config) -> Any:
-    """The rules that hold for a session with an allowlist: configured now, or those it was created with."""
+    """The rules that hold for a session: those configured now, or those it was created with."""
     network = config.get("network")
     if network == "none":
         return {"allow": []}
@@ -2630,7 +2653,8 @@ class RunRequest:
             if not known:
                 self.engines[0].ask_ahead()
             self.looked = look or not known or not known[1].id
-            engine, self.session = known if known and not self.looked else find_session(self.engines, self.name)
+            found = None if self.looked else known
+            engine, self.session = found or find_session(self.engines, self.name)
             self.engines = [engine]
             if known and not self.session and self.config.source("network") == "default":
                 check_gone(known[1])
@@ -2645,7 +2669,7 @@ class RunRequest:
         self.env = exec_env(self.config, self.spec["workdir"])
 
     def adopt(self, session: Session, data: Mapping[str, Any]) -> None:
-        """Take profile, flags and directory from an existing session, and say in what it differs."""
+        """Take profile, flags and directory from a session, and say in what it differs."""
         have, _ = session.created()
         if session.user.split(":")[0] not in ("0", str(os.getuid())):
             raise SandboxError(f"the session {session.name} is another user's",
@@ -2654,14 +2678,16 @@ class RunRequest:
         self.spec = spec_of(self.config)
         if self.config.source("hostPath") == "default":
             if within(self.spec["directory"], have["directory"]) is None:
-                say(f"{session.name} works on {have['directory']}; {self.spec['directory']} is not mounted in it")
+                say(f"{session.name} works on {have['directory']}; "
+                    f"{self.spec['directory']} is not mounted in it")
             self.spec.update({key: have[key] for key in ("directory", "workdir")})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
         check_isolation(session, have.get("network"), self.spec["network"])
         for line in (lines := differences(have, self.spec)):
             say(f"{session.name} differs from what is asked for: {line}")
         if lines:
-            say(f"to recreate it: sandbox rm {session.name}, then run this again; its agent's sessions are lost")
+            say(f"to recreate it: sandbox rm {session.name}, then run this again; "
+                "its agent's sessions are lost")
 
     def workdir(self) -> str:
         """The current directory as the container sees it, or the top of what is mounted."""
@@ -2679,14 +2705,17 @@ class RunRequest:
 
 
 def check_isolation(session: Session, have: Any, want: Any) -> None:
-    """Raise SandboxError when a session's network is open and it is not to be: a line that is said may not be read."""
+    """Raise SandboxError when a session's network is open and it is not to be: a line that is said
+    may not be read."""
     if have in ("open", "host") and want not in ("open", "host"):
         raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
-                           f"sandbox rm {session.name}, then run this again; or --net {have} to go on as it is", 125)
+                           f"sandbox rm {session.name}, then run this again; "
+                           f"or --net {have} to go on as it is", 125)
 
 
 def check_gone(session: Session) -> None:
-    """Raise SandboxError when a session that was removed by other hands had no open network: its flags went with it."""
+    """Raise SandboxError when a session that was removed by other hands had no open network: its
+    flags went with it."""
     network = session.labels.get("sandbox.network")
     if network in ("allow", "none"):
         had = "an allowlist" if network == "allow" else "none"
@@ -2698,7 +2727,8 @@ def within(path: str, folder: str) -> str | None:
     """The path relative to a folder that holds it ('' for the folder itself), or None."""
     if path == folder:
         return ""
-    return path[len(folder.rstrip("/")) + 1 :] if path.startswith(folder.rstrip("/") + "/") else None
+    folder = folder.rstrip("/") + "/"
+    return path.removeprefix(folder) if path.startswith(folder) else None
 
 
 def generated_name(directory: str) -> str:
@@ -2721,15 +2751,16 @@ def exec_env(config: Config, workdir: str) -> dict[str, str]:
 
 
 def terminal_env() -> dict[str, str]:
-    """What a program must know of our terminal; a TERM that the container may not know becomes a common one."""
+    """What a program must know of our terminal, with a TERM that most containers know."""
     term = os.environ.get("TERM", "")
-    known = term.startswith(("xterm", "screen", "tmux", "linux", "vt", "dumb")) and not term.startswith("xterm-")
+    families = ("xterm", "screen", "tmux", "linux", "vt", "dumb")
+    known = term.startswith(families) and not term.startswith("xterm-")
     env = {"TERM": term if known or term == "xterm-256color" else "xterm-256color"}
     return env | {name: os.environ[name] for name in ("COLORTERM",) if os.environ.get(name)}
 
 
 def env_script(env: Mapping[str, str]) -> str:
-    """The variables as a shell script, for EXEC_SCRIPT. Raises SandboxError over the kernel's limit."""
+    """The variables as a script for EXEC_SCRIPT. Raises SandboxError over the kernel's limit."""
     script = "\n".join("export " + name + "='" + value.replace("'", "'\\''") + "'"
                        for name, value in env.items())
     if len(os.fsencode(script)) > ENVIRONMENT_BYTES:
@@ -2762,7 +2793,7 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
 
 def signal_tagged(engine: Engine, session: Session, tag: str, name: str,
                   grace_seconds: int) -> None:
-    """Signal everything that a tagged exec has started, as far as the engine answers; see static/session/signal.sh."""
+    """Signal all that a tagged exec has started, where the engine answers."""
     command = ["sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag,
                str(grace_seconds)]
     argv = engine.exec_argv(session.id or session.name, command, user=session.user)
@@ -2849,8 +2880,9 @@ CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundl
 
 
 def asset(path: str) -> bytes:
-    """A file of static/, wherever the package lies: checkout, wheel or zipapp. Raises SandboxError."""
-    if not all(part and part not in (".", "..") and is_plain(part, "_.-") for part in path.split("/")):
+    """A file of static/ in a checkout, wheel or zipapp. Raises SandboxError."""
+    parts = path.split("/")
+    if not all(part not in ("", ".", "..") and is_plain(part, "_.-") for part in parts):
         raise SandboxError(f"{path!r} is not the path of an asset")
     here = os.path.dirname(os.path.abspath(__file__))
     for folder in ("sandbox_static", "static"):
@@ -2864,7 +2896,7 @@ def asset(path: str) -> bytes:
 
 
 def split_build_version(version: str, tool: str) -> tuple[str, str]:
-    """Image version and TOOL from `--iv` and `--iba TOOL=…`, either of which may name the variant alone."""
+    """Image version and TOOL from `--iv` and `--iba TOOL=…`; either may name the variant."""
     number, dash, variant = version.partition("-")
     variant = variant or (tool.replace(",", "-") or "common")
     tool = tool or variant
@@ -2964,7 +2996,7 @@ def build_failure(engine: Engine) -> SandboxError | None:
 
 
 def host_ca_bundle() -> bytes:
-    """The certificate authorities this machine trusts, so that a build works behind a TLS-inspecting gateway."""
+    """The authorities that this machine trusts: a TLS-inspecting gateway may stand before it."""
     for path in (os.environ.get("SSL_CERT_FILE", ""), *CA_BUNDLES):
         if os.path.isfile(path):
             with open(path, "rb") as file:
@@ -3001,7 +3033,8 @@ def agents_stamp(image: Image, update: bool) -> str:
 
 
 def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
-    """The distribution's base image: at hand, from a registry, or made from the distribution's mirror.
+    """The distribution's base image: at hand, from a registry, or made from the distribution's
+    mirror.
 
     With it the number of steps that the build has: 2 where the base was fetched or made first.
     """
@@ -3013,21 +3046,23 @@ def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
         fetch.run(engine.argv("pull", BASE_IMAGE))
     except SandboxError:
         fetch.forget_log()
-        say(f"no registry gives {BASE_IMAGE} ({fetch.tail[-1] if fetch.tail else 'it says nothing'})")
+        last = fetch.tail[-1] if fetch.tail else "it says nothing"
+        say(f"no registry gives {BASE_IMAGE} ({last})")
         make_base(engine, mirror)
         return LOCAL_BASE, 2
     return BASE_IMAGE, 2
 
 
 def make_base(engine: Engine, mirror: str) -> None:
-    """Make LOCAL_BASE from the distribution's own mirror or the one given, as root. Raises SandboxError."""
+    """Make LOCAL_BASE, as root, from the distribution's mirror or another. Raises SandboxError."""
     from shutil import which
 
     path = f"{os.environ.get('PATH', '')}:/usr/sbin"
     if not which("mmdebstrap") and not which("debootstrap", path=path):
         packages = ("mmdebstrap", "debian-archive-keyring")
         commands = install_commands(*packages) if which("apt-get") else []
-        note = "" if commands else f"give a base image with --iba BASE=<image>, or load {BASE_IMAGE}"
+        note = f"give a base image with --iba BASE=<image>, or load {BASE_IMAGE}"
+        note = "" if commands else note
         message = "no registry of base images answers, and mmdebstrap is not installed"
         raise EngineProblem("debootstrap", message, Remedy(commands, note=note))
     if os.getuid() and not program("sudo"):
@@ -3052,8 +3087,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session, bool]:
         session = start_session(engine, request.session)
         put_rules(engine, session, request, True)
     else:
-        engine, session = create_session(request.engines, request.name, request.config, request.flags,
-                                         request.spec)
+        engine, session = create_session(request.engines, request.name, request.config,
+                                         request.flags, request.spec)
         forget_files(session.name)  # an earlier session's
         fresh = True
     request.fresh = fresh
@@ -3061,7 +3096,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session, bool]:
 
 
 def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force; those that --allow has added stay. False where its proxy is down."""
+    """Put an existing session's rules in force; those that --allow has added stay. False where its
+    proxy is down."""
     if not session.proxy:
         return True
     with lock_settings(session.name):  # and read again: somebody may have changed them
@@ -3084,7 +3120,8 @@ def cmd_run(args: argparse.Namespace) -> int:
     try:
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
                                 args.yes)
-        if not request.looked and request.session and put_rules(request.engines[0], request.session, request, False):
+        if (not request.looked and request.session
+                and put_rules(request.engines[0], request.session, request, False)):
             try:
                 return converse(request, request.engines[0], request.session, False)
             except NotBegun as error:
@@ -3098,7 +3135,8 @@ def cmd_run(args: argparse.Namespace) -> int:
             if not request.looked:
                 request = with_remedies(lambda: RunRequest(args, look=True), args.yes)
             with suppress(NameTaken):
-                engine, session, created = with_remedies(lambda: open_session(request), args.yes)  # noqa: B023
+                opened = with_remedies(partial(open_session, request), args.yes)
+                engine, session, created = opened
                 break
             request.looked = False
             time.sleep(0.1)
@@ -3110,7 +3148,7 @@ def cmd_run(args: argparse.Namespace) -> int:
 
 
 def converse(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
-    """Run what was asked for, and on a terminal ask what to do next; the status of what ran last."""
+    """Run what was asked for, on a terminal ask what to do next; the last status."""
     try:
         return converse_in(request, engine, session, created)
     finally:
@@ -3123,13 +3161,14 @@ def converse_in(request: RunRequest, engine: Engine, session: Session, created: 
 
     base = request.base()
     command = compose(base, request.args.agent_args)
-    asks = on_terminal() and not request.args.rm_on_exit and bool(created or request.agent or base is SHELL)
+    lasts = bool(created or request.agent or base is SHELL)
+    asks = lasts and on_terminal() and not request.args.rm_on_exit
     while True:
         since, tag = time.time(), random_id()
         status = run_command(engine, session, request, command, tag)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
-            with_remedies(lambda: check_begun(engine, session, tag, status, request.fresh),  # noqa: B023
-                          request.args.yes)
+            check = partial(check_begun, engine, session, tag, status, request.fresh)
+            with_remedies(check, request.args.yes)
         for line in refusals(engine, session, since):
             say(line)
         if status == 127 and request.agent:  # how a shell says that there is no such program
@@ -3145,7 +3184,8 @@ def converse_in(request: RunRequest, engine: Engine, session: Session, created: 
 
 
 def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: bool) -> None:
-    """Raise NotBegun when a command's container has ended, unless it shows that the command began before.
+    """Raise NotBegun when a command's container has ended, unless it shows that the command began
+    before.
 
     Nothing is removed: what runs in the container could bring all of this about.
     """
@@ -3187,7 +3227,8 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
 
 
 def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
-    """Whether a command has left its mark in a container, which need not run; None where that cannot be known."""
+    """Whether a command has left its mark in a container, which need not run; None where that
+    cannot be known."""
     status, out, _ = Output(engine.copy_argv(session.id, "/run/sandbox-began")).result(BEGAN_BYTES)
     # The answer is a tar archive: its header ends with NUL, and the file begins with "sandbox".
     _, head, marks = out.partition("\0sandbox\n")
@@ -3291,7 +3332,8 @@ ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.create
 
 
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
-    """All sessions, with one call: name, state, agent, profile, image, directory, network, created (ISO 8601), runtime.
+    """All sessions, with one call: name, state, agent, profile, image, directory, network, created
+    (ISO 8601), runtime.
 
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
@@ -3364,8 +3406,8 @@ def cmd_net(args: argparse.Namespace) -> int:
     engines = candidates(load_config(flags_layer(args)))
     engine, session = find_given(engines, args.session, "net")
     if not session.proxy:
-        raise SandboxError(
-            f"{session.name} has no allowlist: its network is {session.labels.get('sandbox.network')}",
+        network = session.labels.get("sandbox.network")
+        raise SandboxError(f"{session.name} has no allowlist: its network is {network}",
                            "create it with --allow HOST")
     if bool(args.hosts) != (args.action in ("allow", "deny", "check")):
         raise SandboxError(f"net {args.action} takes {'no hosts' if args.hosts else 'hosts'}",
@@ -3399,7 +3441,8 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
 
 def change_rules(engine: Engine, session: Session,
                  rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Allow or deny more hosts, kept in the session's settings and in force for the next connection; all rules."""
+    """Allow or deny more hosts, kept in the session's settings and in force for the next
+    connection; all rules."""
     with lock_settings(session.name):
         settings = read_settings(session.name)
         network: dict[str, list[str]] = with_rules(
@@ -3411,7 +3454,7 @@ def change_rules(engine: Engine, session: Session,
 
 
 def cmd_prune(args: argparse.Namespace) -> int:
-    """Remove what a crash or a power cut has left: proxies and volumes without a session, half-written files."""
+    """Remove what a crash has left: proxies and volumes of no session, half-written files."""
     config = load_config(flags_layer(args))
     met, silent = 0, candidates(config)
     for engine in silent:
@@ -3515,7 +3558,7 @@ def show_command(args: argparse.Namespace) -> int:
                      compose(request.base(), args.agent_args),
                      stdin=True, size=(size.lines, size.columns) if size else None)
     env = (terminal_env() if terminal else {}) | request.env
-    masked = [name for name, value in env.items() if is_secret(name, value)] if not args.reveal else []
+    masked = [name for name, value in env.items() if is_secret(name, value) and not args.reveal]
     script = quote_all([env_script({name: MASK if name in masked else value
                                     for name, value in env.items()})])
     lines.append(f"SANDBOX_ENV={script} {quote_all(argv)}")
@@ -3586,7 +3629,7 @@ def failed_check(name: str, error: SandboxError) -> Check:
 
 
 def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
-    """Is there an engine, may we use it, does it answer, is it recent: the first that fails ends the list."""
+    """Is there an engine, may we use it, is it recent: the first that fails ends the list."""
     names = ("engine", "permission", "daemon", "version")
     try:
         engine, rootless = pick_engine(candidates(config))
@@ -3635,7 +3678,9 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     remedy = Remedy([[*missing_image(engine, config).remedy.commands[0], "--update-agents"]],
                     lambda: build_image(engine, config, True))
     status = "warn" if missing or not versions else "ok"
-    detail = f"{', '.join(missing) or 'every agent'} does not start" if status == "warn" else "; ".join(versions)
+    detail = "; ".join(versions)
+    if status == "warn":
+        detail = f"{', '.join(missing) or 'every agent'} does not start"
     return [*checks, Check("agents", status, detail, remedy if status == "warn" else None)]
 
 
@@ -3671,7 +3716,8 @@ def cmd_doctor(args: argparse.Namespace) -> int:
         if confirm(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
             with_remedies(broken.remedy.carry_out, args.yes)
         checks = diagnose_all(flags_layer(args))
-    if args.fix and not (args.yes or can_ask()) and any(c.remedy and c.remedy.offered for c in checks):
+    mendable = any(check.remedy and check.remedy.offered for check in checks)
+    if args.fix and mendable and not (args.yes or can_ask()):
         say("nothing was changed: there is no terminal to ask on (--yes mends without asking)")
     if args.json:
         import json
@@ -3695,7 +3741,8 @@ def cmd_init(args: argparse.Namespace) -> int:
         load_config(profile=profile, data=data)
     found = [agent for agent in AGENTS if adopt_agent(agent, runs, args.force)]
     if not found:
-        say("nothing new: no agent's credentials or variables are here, or each has its run profile already")
+        say("nothing new: no agent's credentials or variables are here, "
+            "or each has its run profile already")
     if found or not os.path.exists(config_path()):
         import json
 
@@ -3707,7 +3754,7 @@ def cmd_init(args: argparse.Namespace) -> int:
 
 
 def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
-    """Make the run profile of an agent from what is on this machine; True when there was something."""
+    """Make the run profile of an agent from what is on this machine; False for nothing."""
     known = AGENTS[agent]
     volumes = [f"{host}:{CONTAINER_HOME}/{file}" for file in known.files
                if os.path.isfile(host := known.host_file(file.partition(":")[0]))]
@@ -3739,9 +3786,10 @@ def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
 
 
 def add_to_env_file(path: str, env: Mapping[str, str]) -> None:
-    """Set variables in an env file, of which everything else stays as it is: the last line of a name counts."""
+    """Set variables in an env file, where the last line of a name counts; the rest stays."""
     text = ""
-    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+    with (suppress(FileNotFoundError),
+          open(path, encoding="utf-8", errors="surrogateescape", newline="") as file):
         text = file.read()
     have = {name: value for name, (value, _) in parse_env_file(text, path).items()}
     lines = [f"export {name}={env_quote(value)}\n" for name, value in env.items()
@@ -3762,7 +3810,8 @@ def env_quote(value: str) -> str:
 FLAG: dict[str, Any] = {"action": "store_true"}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "what": ("", {"choices": ("show", "command"),
-                  "help": "show: effective values with their sources; command: what run would execute"}),
+                  "help": "show: effective values with their sources; "
+                          "command: what run would execute"}),
     "names": ("", {"nargs": "+", "metavar": "NAME", "help": "container name"}),
     "shell": ("", {"choices": ("bash", "zsh", "fish"),
                    "help": "the shell to print a completion script for"}),
@@ -3772,7 +3821,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                                      "help": "a host that it may reach, and no other than "
                                      "those; *.NAME for all below it; repeatable"}),
     "action": ("", {"choices": ("log", "show", "allow", "deny", "check"),
-                    "help": "log: what was asked for; show: the rules; allow, deny: change them; check: try a host"}),
+                    "help": "log: what was asked for; show: the rules; allow, deny: change them; "
+                            "check: try a host"}),
     "session": ("", {"metavar": "NAME", "help": "container name"}),
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
@@ -3908,7 +3958,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
 
 
 def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
-    """The options of a command by the name they are stored under: flags, and what argparse wants."""
+    """The options of a command by the name of their value: flags, and what argparse wants."""
     of = "run" if command == "config" else command
     keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
             if key.flags and of in key.of}
@@ -3938,7 +3988,8 @@ def usage() -> str:
     return "\n".join(["usage: sandbox [run] [options] [-- agent arguments]",
                       "       sandbox COMMAND [options]", "",
                       "Run AI coding agents in containers.", "", "commands:", *lines, "",
-                      "sandbox COMMAND --help explains a command; sandbox --version prints the version."])
+                      "sandbox COMMAND --help explains a command; "
+                      "sandbox --version prints the version."])
 
 
 def dispatch(argv: Sequence[str]) -> int:
@@ -4031,7 +4082,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The installed command and the zipapp. They start without PYTHONPATH, whose empty item is the project.
+    """The installed command and the zipapp. They start without PYTHONPATH, whose empty item is the
+    project.
 
     Not with -I, which would hide what is installed for the user: it may be ourselves.
     """
