@@ -48,7 +48,7 @@ class Page:
         self.stack.close()
 
     def call(self, method: str, **params: Any) -> Any:
-        """Carry out a command of the protocol, and take in the events that come before its answer."""
+        """Carry out a command of the protocol; take in the events that come before its answer."""
         number = self.send(method, **params)
         while True:
             message = json.loads(self.socket.recv(timeout=60))
@@ -123,7 +123,8 @@ class Page:
     def goto(self, url: str) -> None:
         self.call("Page.navigate", url=url)
         self.wait(
-            f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url.split('#')[0])})")
+            "document.readyState === 'complete' && "
+            f"location.href.startsWith({json.dumps(url.split('#')[0])})")
 
     def resize(self, size: tuple[int, int], dark: bool = False) -> None:
         """Be a desktop's or a phone's screen, light or dark."""
@@ -138,9 +139,11 @@ class Page:
         """Press the mouse on the first element of a selector that can be seen."""
         found = json.dumps(selector)
         self.wait(
-            f"[...document.querySelectorAll({found})].some((e) => e.checkVisibility() && !e.disabled)")
+            f"[...document.querySelectorAll({found})]"
+            ".some((e) => e.checkVisibility() && !e.disabled)")
         at = self.eval(f"""(() => {{
-            const e = [...document.querySelectorAll({found})].find((e) => e.checkVisibility() && !e.disabled);
+            const e = [...document.querySelectorAll({found})]
+                .find((e) => e.checkVisibility() && !e.disabled);
             e.scrollIntoView({{ block: "nearest" }});
             const box = e.getBoundingClientRect();
             return [box.x + box.width / 2, box.y + box.height / 2];
@@ -199,7 +202,8 @@ def chromium() -> Iterator[Browser]:
             file = Path(profile, "DevToolsActivePort")
             deadline = time.monotonic() + 30
             while not file.exists() or "\n" not in file.read_text():
-                assert process.poll() is None and time.monotonic() < deadline, "chromium does not start"
+                assert process.poll() is None, "chromium does not start"
+                assert time.monotonic() < deadline, "chromium does not start"
                 time.sleep(0.05)
             yield Browser(f"127.0.0.1:{file.read_text().splitlines()[0]}")
         finally:

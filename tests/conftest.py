@@ -1,11 +1,11 @@
 """The harness of the tests that drive real engines.
 
-A test that asks for `engine` runs three times: on docker, on rootful podman and on rootless podman of the user
-sandbox-test; those of sessions also on a rootless docker of that user. tests/prepare makes the machine ready; an
-engine that does not answer is a failure, not a skip.
-The code under test is a world-readable copy of the working tree, started in a clean environment
-with /usr/bin/python3, or the Python that SANDBOX_TEST_PYTHON names, because the checkout and its
-venv may lie where sandbox-test cannot read.
+A test that asks for `engine` runs three times: on docker, on rootful podman and on rootless podman
+of the user sandbox-test; those of sessions also on a rootless docker of that user. tests/prepare
+makes the machine ready; an engine that does not answer is a failure, not a skip. The code under
+test is a world-readable copy of the working tree, started in a clean environment with
+/usr/bin/python3, or the Python that SANDBOX_TEST_PYTHON names, because the checkout and its venv
+may lie where sandbox-test cannot read.
 """
 
 import codecs
@@ -85,7 +85,7 @@ class Process(subprocess.Popen[str]):
 
 
 class Terminal:
-    """A process on a real PTY, as its controlling terminal; killed with its process group on exit."""
+    """A process on a real PTY, its controlling terminal; killed with its group on exit."""
 
     def __init__(self, argv: list[str], rows: int, cols: int, **popen: Any) -> None:
         self.master, slave = pty.openpty()
@@ -120,7 +120,7 @@ class Terminal:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
 
     def expect(self, text: str, timeout: float = 30) -> str:
-        """Wait for `text` in the output no earlier expect() has consumed; return the output up to its end."""
+        """Wait for text that no earlier expect() has consumed; return the output up to its end."""
         deadline = time.monotonic() + timeout
         while (at := self.output.find(text, self._seen)) < 0:
             if not self._read(deadline):
@@ -144,7 +144,8 @@ class Terminal:
         while self.process.poll() is None:
             if time.monotonic() > deadline:
                 pytest.fail(
-                    f"still running after {timeout} s; the output since the last match is:\n{self.unread()}")
+                    f"still running after {timeout} s; "
+                    f"the output since the last match is:\n{self.unread()}")
             self._read(time.monotonic() + 0.05)
         while self._read(time.monotonic()):
             pass
@@ -169,8 +170,9 @@ class Terminal:
 class Engine:
     """One engine, the user who owns it, and the command line under test.
 
-    `user` of a method is the name of the user to run as instead: the docker engine's sandbox-test, for example.
-    `home` and `project`, set by the fixtures of these names, are the default SANDBOX_HOME and directory.
+    `user` of a method is the name of the user to run as instead: the docker engine's sandbox-test,
+    for example. `home` and `project`, set by the fixtures of these names, are the default
+    SANDBOX_HOME and directory.
     """
 
     id: str
@@ -239,7 +241,7 @@ class Engine:
         return self._run(self.sandbox_argv(*args), input, timeout, where)
 
     def popen(self, *args: str, **where: Any) -> Process:
-        """Start our command with pipes; it ends with its `with` statement, at the latest with the test."""
+        """Start our command with pipes; it ends with its `with` statement or with the test."""
         process = self._popen(self.sandbox_argv(*args), where)
         self.started.append(process)
         return process
@@ -255,7 +257,7 @@ class Engine:
         home: Path | None = None,
         user: str | None = None,
     ) -> dict[str, Any]:
-        """The arguments of Popen for a directory, additions to the environment, a SANDBOX_HOME and a user."""
+        """The arguments of Popen for a directory, more environment, a SANDBOX_HOME and a user."""
         owner = pwd.getpwnam(user or self.user)
         return {
             "cwd": cwd or self.project,
@@ -284,7 +286,8 @@ class Engine:
         )
 
     def session_ids(self) -> set[str]:
-        """Ids of this run's sessions and proxies: a name, label or mount carries the token. Others stay unseen."""
+        """Ids of this run's sessions and proxies: a name, label or mount carries the token. Others
+        stay unseen."""
         shown = "{{.ID}} {{.Names}} {{.Labels}} {{.Mounts}}"
         listing = self.run("ps", "-a", "--no-trunc", "--filter", "label=sandbox.session",
                            "--format", shown)
@@ -307,7 +310,7 @@ def unique_name() -> str:
 
 
 def write_config(home: Path, **keys: object) -> None:
-    """Write sandbox.json for the test image and with these keys, owned by whom `home` belongs to."""
+    """Write sandbox.json for the test image with these keys; `home`'s owner owns it."""
     path = home / "sandbox.json"
     path.write_text(json.dumps({"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, **keys},
                                indent=2))
@@ -320,18 +323,21 @@ def write_config(home: Path, **keys: object) -> None:
 
 @pytest.fixture(scope="session")
 def area() -> Iterator[Path]:
-    """A prepared machine and a temporary directory that every user may pass, with the code in app/."""
+    """A prepared machine, and a temporary directory for all users with the code in app/."""
     if os.geteuid() != 0:
         pytest.fail(
-            "the engine tests need root: they run rootful engines and switch to the user sandbox-test")
-    prepare = subprocess.run([ROOT / "tests" / "prepare"], capture_output=True, text=True,
-                             timeout=1800)
-    if prepare.returncode != 0:
-        pytest.fail(f"tests/prepare failed:\n{prepare.stdout}{prepare.stderr}")
-    area = Path("/tmp", f"sandbox-test-{TOKEN}")
-    area.mkdir()
-    area.chmod(0o755)
-    copy_code(area / "app")
+            "the engine tests need root: they run rootful engines and switch to the user "
+            "sandbox-test")
+    with open("/run/sandbox-test.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other parts do the same; it goes with the file
+        prepare = subprocess.run([ROOT / "tests" / "prepare"], capture_output=True, text=True,
+                                 timeout=1800)
+        if prepare.returncode != 0:
+            pytest.fail(f"tests/prepare failed:\n{prepare.stdout}{prepare.stderr}")
+        area = Path("/tmp", f"sandbox-test-{TOKEN}")
+        area.mkdir()
+        area.chmod(0o755)
+        copy_code(area / "app")
     yield area
     shutil.rmtree(area)
 
@@ -358,10 +364,32 @@ def copy_code(app: Path) -> None:
 
 
 ENGINES = ("docker", "podman", "rootless")
+PARTS = ("docker", "podman", "web")
+WEB = ("test_browser", "test_jobs", "test_web", "test_websocket")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=PARTS, help="run what belongs to one part: see run.py")
+
+
+def part_of(item: pytest.Item) -> str:
+    """The one part of a test. Each takes a third of the time: so what needs no engine is in web."""
+    assert isinstance(item, pytest.Function)
+    engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+    if engine not in (None, "docker"):
+        return "podman"
+    return "web" if engine is None or item.module.__name__ in WEB else "docker"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if wanted := config.getoption("part"):
+        others = [item for item in items if part_of(item) != wanted]
+        items[:] = [item for item in items if part_of(item) == wanted]
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run what asks for `engine` on each of them, and the tests of sessions on a rootless docker, too."""
+    """Run what asks for `engine` on each of them, tests of sessions on a rootless docker, too."""
     named = (mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "engine" in metafunc.fixturenames and "engine" not in named:
         more = ("rootless-docker",) if metafunc.module.__name__ == "test_engines" else ()

@@ -1,7 +1,8 @@
-"""A machine to break: this one's files with all writes in memory, and a network and processes of its own.
+"""A machine to break: this one's files with all writes in memory, and a network and processes of
+its own.
 
-What is removed, installed or stopped in it stays as it is outside. It has no network but its loopback; packages come
-from a repository of the tests' own.
+What is removed, installed or stopped in it stays as it is outside. It has no network but its
+loopback; packages come from a repository of the tests' own.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ while :; do sleep 1000; done  # a shell that waits reaps what is orphaned, as an
 
 
 class Machine:
-    """Commands in it run as root unless `user` says otherwise, in the engine's project directory."""
+    """Commands in it run in the engine's project directory, as root without a `user`."""
 
     def __init__(self, engine: Engine, pid: int) -> None:
         self.engine, self.runtime = engine, ""  # the engine that is asked for, '' for any
@@ -55,13 +56,16 @@ class Machine:
     def argv(self, argv: tuple[str, ...], user: str, groups: str, env: dict[str, str]) -> list[str]:
         whole = self.environ(user) | env
         owner = pwd.getpwnam(user)
-        become = ["setpriv", f"--reuid={owner.pw_uid}", f"--regid={owner.pw_gid}", groups] if user != "root" else []
+        become = []
+        if user != "root":
+            become = ["setpriv", f"--reuid={owner.pw_uid}", f"--regid={owner.pw_gid}", groups]
         return [*self.prefix, *become, "env", "-i",
                 *(f"{name}={value}" for name, value in whole.items()), *argv]
 
     def environ(self, user: str) -> dict[str, str]:
         environ = self.engine.environ(user, self.engine.home)
-        return environ | {"SANDBOX_RUNTIME": self.runtime, "CONTAINERS_CONF": CONTAINERS_CONF, "PATH": PATH}
+        return environ | {"SANDBOX_RUNTIME": self.runtime, "CONTAINERS_CONF": CONTAINERS_CONF,
+                          "PATH": PATH}
 
     def run(self, *argv: str, user: str = "root", groups: str = "--init-groups",
             env: dict[str, str] | None = None,
@@ -111,7 +115,7 @@ class Machine:
         self.must("rm", "-rf", "/var/lib/apt/lists")
 
     def offer(self, *packages: str) -> None:
-        """Put packages, those that the distribution has, into the repository that apt reads here."""
+        """Put packages that the distribution has into the repository that apt reads here."""
         folder = self.engine.area / "packages"
         folder.mkdir(exist_ok=True)
         for package in packages:
@@ -139,7 +143,8 @@ class Machine:
         self.must("timeout", "30", "sh", "-c", script)
 
     def stop_dockerd(self) -> None:
-        script = "pid=$(cat /run/docker.pid) || exit 0; kill $pid; while [ -e /proc/$pid ]; do sleep 0.05; done"
+        script = ("pid=$(cat /run/docker.pid) || exit 0; kill $pid; "
+                  "while [ -e /proc/$pid ]; do sleep 0.05; done")
         self.must("timeout", "30", "sh", "-c", script)
 
     def running(self, name: str) -> bool:
@@ -164,7 +169,7 @@ class Machine:
 
 
 def download(package: str, folder: Path) -> None:
-    """Fetch a package of the distribution, where it has one, with the lists that are here or with new ones."""
+    """Fetch a package that the distribution has, by the lists that are here or by new ones."""
     argv = ["apt-get", "download", "-qq", package]
     if subprocess.run(argv, cwd=folder, capture_output=True, timeout=300).returncode:
         subprocess.run(["apt-get", "update", "-qq"], check=True, capture_output=True, timeout=300)

@@ -56,7 +56,8 @@ class Reply:
 
 
 def reply(prompts: list[str], output: str | None, tools: list[str]) -> Reply:
-    """Answer a conversation in which the person wrote `prompts`, and which may end with a tool's `output`."""
+    """Answer a conversation in which the person wrote `prompts`, and which may end with a tool's
+    `output`."""
     if output is not None:
         return Reply(f"pong tool {output.strip()[-OUTPUT_CHARS:]}")
     *earlier, prompt = map(unquoted, ["", *filter(None, prompts)])
@@ -120,7 +121,8 @@ def messages_events(request: Json) -> Iterator[Json]:
     body = messages_body(request)
     block = body["content"][0]
     text = str(block.get("text"))
-    start, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": part} for part in (text[:3], text[3:])]
+    start = {**block, "text": ""}
+    deltas = [{"type": "text_delta", "text": part} for part in (text[:3], text[3:])]
     if block["type"] == "tool_use":
         start = {**block, "input": {}}
         deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]

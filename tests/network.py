@@ -147,7 +147,8 @@ class Guarded:
 
     def answers(self, *places: str) -> list[str]:
         """The statuses that the proxy gives for plain requests; '' where it does not answer."""
-        ask = "printf 'GET http://%s/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 | head -n 1 | cut -d' ' -f2; echo ,"
+        ask = ("printf 'GET http://%s/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 "
+               "| head -n 1 | cut -d' ' -f2; echo ,")
         answer = self.run("; ".join(ask % place for place in places))
         return [text.strip() for text in answer.stdout.split(",")[:-1]]
 

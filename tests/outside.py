@@ -1,14 +1,16 @@
-"""A piece of the internet for the network tests: servers in the network namespace of a session's proxy.
+"""A piece of the internet for the network tests: servers in the network namespace of a session's
+proxy.
 
     outside.py DIRECTORY
 
-    80, 81, 8080, 9999   HTTP: what came, as JSON; /seen all that came; /zeros/<n> n bytes; /files/ of DIRECTORY
+    80, 81, 8080, 9999   HTTP: what came, as JSON; /seen all that came; /zeros/<n> n bytes;
+                         /files/ of DIRECTORY
     443                  the same over TLS, with DIRECTORY/cert.pem and key.pem
     8081                 a WebSocket that echoes
     53/udp               counts what comes
 
-They listen on every address of the namespace, to which PUBLIC is added on its loopback interface: an address of the
-public internet that no packet leaves for. DIRECTORY/ready says that they listen.
+They listen on every address of the namespace, to which PUBLIC is added on its loopback interface:
+an address of the public internet that no packet leaves for. DIRECTORY/ready says that they listen.
 """
 
 import http.server

@@ -1,9 +1,11 @@
 """What a program in a session with an allowlist may try, and what must come of it.
 
-    probe.py JSON    {"api": the address of the allowed name, "own": addresses of the host and of the proxy}
+    probe.py JSON    {"api": the address of the allowed name,
+                      "own": addresses of the host and of the proxy}
 
-Prints a JSON list of [what was tried, what came, what should have come]. Errors are named as errno.h does, answers
-of the proxy by their status. `|` stands between what is equally right: engines differ in how they say no.
+Prints a JSON list of [what was tried, what came, what should have come]. Errors are named as
+errno.h does, answers of the proxy by their status. `|` stands between what is equally right:
+engines differ in how they say no.
 """
 
 import ctypes
@@ -67,23 +69,26 @@ def direct(api: str, own: list[str]) -> Iterator[Try]:
         yield f"icmp {title}", f"{UNREACHABLE}|{FORBIDDEN}", lambda k=kind: connect(  # type: ignore[misc]
             socket.AF_INET, k, socket.IPPROTO_ICMP, (api, 0), echo
         )
-    yield "raw tcp", FORBIDDEN, lambda: connect(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_TCP, (api, 0))
+    yield "raw tcp", FORBIDDEN, lambda: connect(
+        socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_TCP, (api, 0))
     every = ("255.255.255.255", 67)
-    yield "broadcast", "EACCES|ENETUNREACH", lambda: connect(socket.AF_INET, socket.SOCK_DGRAM, 0, every)
+    yield "broadcast", "EACCES|ENETUNREACH", lambda: connect(
+        socket.AF_INET, socket.SOCK_DGRAM, 0, every)
     for address in ("2001:db8::1", "fe80::1", "::ffff:" + api):
         yield f"tcp {address}", f"{UNREACHABLE}|EADDRNOTAVAIL|EINVAL", lambda a=address: tcp(a, 80)  # type: ignore[misc]
     for name in ("api.test", "other.test", "host.docker.internal", "host.containers.internal"):
         yield f"lookup {name}", "no address|ENETUNREACH", lambda n=name: tcp(n, 80)  # type: ignore[misc]
     for port in (9999, 8080, 80):  # what listens in another session, and in the proxy's namespace
         yield f"tcp 127.0.0.1:{port}", "ECONNREFUSED", lambda p=port: tcp("127.0.0.1", p)  # type: ignore[misc]
-    yield "abstract socket", "ECONNREFUSED", lambda: connect(socket.AF_UNIX, socket.SOCK_STREAM, 0, "\0neighbour")
+    yield "abstract socket", "ECONNREFUSED", lambda: connect(
+        socket.AF_UNIX, socket.SOCK_STREAM, 0, "\0neighbour")
 
 
 # --- Through the proxy ---
 
 
 def ask(data: str | bytes, port: int = PROXY[1]) -> str:
-    """The status of the last answer to these bytes: behind an allowed request another may have been smuggled."""
+    """The status of the last answer: a request may have been smuggled behind an allowed one."""
     with socket.create_connection((PROXY[0], port), timeout=20) as sock:
         sock.sendall(data if isinstance(data, bytes) else data.encode())
         sock.shutdown(socket.SHUT_WR)
@@ -145,9 +150,12 @@ def smuggled() -> Iterator[Try]:
         "a bare LF": f"{SEQUENCE}Host: api.test\r\nX: y\nHost: other.test\r\n\r\n",
         "a folded line": f"{SEQUENCE}Host: api.test\r\n other.test\r\n\r\n",
         "a blank before the colon": f"{SEQUENCE}Host : other.test\r\nHost: api.test\r\n\r\n",
-        "two lengths": f"{SEQUENCE}Host: api.test\r\nContent-Length: 0\r\nContent-Length: 9\r\n\r\n{other}",
-        "length and chunks": f"{SEQUENCE}Host: api.test\r\nContent-Length: 9\r\n{chunked}\r\n{other}",
-        "a strange coding": f"{SEQUENCE}Host: api.test\r\nTransfer-Encoding: xchunked\r\n\r\n{other}",
+        "two lengths":
+            f"{SEQUENCE}Host: api.test\r\nContent-Length: 0\r\nContent-Length: 9\r\n\r\n{other}",
+        "length and chunks":
+            f"{SEQUENCE}Host: api.test\r\nContent-Length: 9\r\n{chunked}\r\n{other}",
+        "a strange coding":
+            f"{SEQUENCE}Host: api.test\r\nTransfer-Encoding: xchunked\r\n\r\n{other}",
         "Connection: Host": f"{SEQUENCE}Host: api.test\r\nConnection: Host\r\n\r\n",
         "a path alone": "GET / HTTP/1.1\r\nHost: api.test\r\n\r\n",
         "another scheme": "GET ftp://api.test/ HTTP/1.1\r\nHost: api.test\r\n\r\n",
@@ -161,8 +169,10 @@ def smuggled() -> Iterator[Try]:
     yield "a second one in a tunnel", "200 200", lambda: ask(
         "CONNECT api.test:80 HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\nHost: api.test\r\n\r\n" + inner
     )
-    yield "another Host in a tunnel", "200 400", lambda: ask("CONNECT api.test:80 HTTP/1.1\r\n\r\n" + inner)
-    yield "another Host in a tunnel to 443", "200 400", lambda: ask("CONNECT api.test:443 HTTP/1.1\r\n\r\n" + inner)
+    yield "another Host in a tunnel", "200 400", lambda: ask(
+        "CONNECT api.test:80 HTTP/1.1\r\n\r\n" + inner)
+    yield "another Host in a tunnel to 443", "200 400", lambda: ask(
+        "CONNECT api.test:443 HTTP/1.1\r\n\r\n" + inner)
 
 
 # --- The shared directory, and root ---
@@ -195,7 +205,7 @@ def own_namespace() -> str:
 
 
 def hand_over(port: int | None) -> str:
-    """Give the proxy a listener of our own, or our standard output, and ask for a host through it."""
+    """Give the proxy a listener of ours, or our standard output; ask for a host through it."""
     with socket.socket(socket.AF_UNIX) as link, socket.socket() as listener:
         link.settimeout(10)
         link.connect(f"{NET}/proxy.sock")
@@ -213,7 +223,8 @@ def shared_directory(root: bool) -> Iterator[Try]:
     yield "rules.json", "EROFS|EACCES", lambda: os.open(f"{NET}/rules.json", os.O_WRONLY)
     yield "a new file", "EROFS|EACCES", lambda: os.open(f"{NET}/new", os.O_WRONLY | os.O_CREAT)
     yield "unlink the socket", "EROFS|EACCES", lambda: os.unlink(f"{NET}/proxy.sock")
-    yield "another socket", "EROFS|EACCES", lambda: os.rename(f"{NET}/rules.json", f"{NET}/proxy.sock")
+    yield "another socket", "EROFS|EACCES", lambda: os.rename(
+        f"{NET}/rules.json", f"{NET}/proxy.sock")
     yield "chmod", "EROFS|EPERM", lambda: os.chmod(f"{NET}/proxy.sock", 0o666)
     remount, mount = MS_REMOUNT | MS_BIND, NET.encode()
     yield "remount", "EPERM", lambda: system(LIBC.mount(b"none", mount, None, remount, None))
@@ -223,7 +234,8 @@ def shared_directory(root: bool) -> Iterator[Try]:
     taken = "200 403 403" if root else "EACCES"
     yield "hand over a listener", taken, lambda: hand_over(3199)
     yield "hand over what is none", "not taken" if root else "EACCES", lambda: hand_over(None)
-    yield "hand over one that does not listen", "not taken" if root else "EACCES", lambda: hand_over(0)
+    expected = "not taken" if root else "EACCES"
+    yield "hand over one that does not listen", expected, lambda: hand_over(0)
 
 
 def shell(command: str) -> str:
@@ -232,12 +244,14 @@ def shell(command: str) -> str:
 
 def network_administration() -> Iterator[Try]:
     yield "packet socket", FORBIDDEN, lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-    for command in ("ip link add d0 type dummy", "ip route add default dev lo", "ip address add 192.31.196.1/32 dev lo",
+    for command in ("ip link add d0 type dummy", "ip route add default dev lo",
+                    "ip address add 192.31.196.1/32 dev lo",
                     "ip link set lo down", "nsenter -t 1 -n true", "unshare -n true"):  # fmt: skip
         yield command, "failed", lambda c=command: shell(c)  # type: ignore[misc]
     yield "interfaces", "lo", lambda: " ".join(sorted(os.listdir("/sys/class/net")))
     yield "routes", "1", lambda: len(Path("/proc/net/route").read_text().splitlines())
-    yield "sockets of the proxy", "0", lambda: sum("proxy.py\0serve" in command for command in commands())
+    yield "sockets of the proxy", "0", lambda: sum(
+        "proxy.py\0serve" in command for command in commands())
 
 
 def commands() -> Iterator[str]:

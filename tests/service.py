@@ -1,9 +1,10 @@
-"""A running `sandbox serve` and clients for it: HTTP, raw sockets, server-sent events, WebSockets."""
+"""A running `sandbox serve` and its clients: HTTP, raw sockets, server-sent events, WebSockets."""
 
 import hashlib
 import hmac
 import http.client
 import json
+import os
 import re
 import secrets
 import socket
@@ -51,7 +52,8 @@ class Service:
                  env: dict[str, str] | None = None,
                  start: bool = True) -> None:
         """`kept`: it does not end with the test that is running, but with end()."""
-        self.engine, self.port, self.options, self.kept, self.env = engine, free_port(), options, kept, env
+        self.engine, self.port, self.options = engine, free_port(), options
+        self.kept, self.env = kept, env
         self.address = f"127.0.0.1:{self.port}"
         self.cookie = ""
         if start:
@@ -65,7 +67,8 @@ class Service:
             self.engine.started.remove(self.process)
         assert self.process.stdout
         self.said = [self.process.stdout.readline() for _ in range(3)]
-        assert self.said[0].strip().endswith(self.address), (self.said, self.process.communicate(timeout=5))
+        if not self.said[0].strip().endswith(self.address):
+            raise AssertionError(self.said, self.process.communicate(timeout=5))
 
     def end(self) -> None:
         self.process.terminate()
@@ -161,7 +164,8 @@ class Service:
         connection.request("GET", f"/api/sessions/{job['session']}/jobs/{job['id']}/events",
                            headers=headers)
         answer = connection.getresponse()
-        assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
         event: dict[str, str] = {}
         try:
             for line in answer:
@@ -189,7 +193,8 @@ class Service:
 
     def resources(self) -> tuple[int, int]:
         """Threads and descriptors of the server."""
-        return len(list(Path(f"/proc/{self.pid}/task").iterdir())), len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        process = Path(f"/proc/{self.pid}")
+        return len(os.listdir(process / "task")), len(os.listdir(process / "fd"))
 
     def is_idle(self) -> bool:
         """Whether it has used no processor for a moment: it waits for others."""

@@ -1,7 +1,7 @@
 """The product's image and the four agents in it, on every engine.
 
-The image is built with the command of the README; what has not changed comes from the engine's build cache. The
-agents talk to model_stub.py, which a session without a network starts by itself.
+The image is built with the command of the README; what has not changed comes from the engine's
+build cache. The agents talk to model_stub.py, which a session without a network starts by itself.
 """
 
 import json
@@ -247,14 +247,16 @@ def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(
 
 @on_docker
 def test_the_image_trusts_debians_certificate_authorities_only(session: Session) -> None:
-    pem = "cat {} | grep -v -e '^#' -e '^$' | tr -d '\\n' | sed 's/-----END CERTIFICATE-----/&\\n/g' | sort"
+    pem = ("cat {} | grep -v -e '^#' -e '^$' | tr -d '\\n' "
+           "| sed 's/-----END CERTIFICATE-----/&\\n/g' | sort")
     trusted = session.run("-x", pem.format("/etc/ssl/certs/ca-certificates.crt")).stdout
     debians = session.run("-x",
                           pem.format("$(find /usr/share/ca-certificates -name '*.crt')")).stdout
     assert trusted == debians and trusted.count("BEGIN CERTIFICATE") > 100
     # dpkg.cfg leaves the manuals out.
     changed = (
-        "dpkg --verify ca-certificates | grep -v ^missing; find /usr/local/share/ca-certificates /tmp -name '*.crt'"
+        "dpkg --verify ca-certificates | grep -v ^missing; "
+        "find /usr/local/share/ca-certificates /tmp -name '*.crt'"
     )
     assert session.run("-x", changed).stdout == ""
 
@@ -267,7 +269,8 @@ def test_every_shortcut_and_role_name_starts_its_agent(session: Session) -> None
     versions = {}
     for role, shortcuts in SHORTCUTS.items():
         version = session.run("-x", role, "--version")
-        assert version.returncode == 0 and re.search(r"\d+\.\d+\.\d+", version.stdout), version.stderr
+        assert version.returncode == 0, version.stderr
+        assert re.search(r"\d+\.\d+\.\d+", version.stdout), version.stderr
         for shortcut in shortcuts if session.engine.id == "docker" else shortcuts[:1]:
             assert session.run("-y", shortcut, "--", "--version").stdout == version.stdout, shortcut
         versions[version.stdout] = role
@@ -281,18 +284,23 @@ def test_a_prompt_is_answered_and_its_conversation_goes_on(session: Session, age
     assert first.returncode == 0 and f"pong {prompt}" in first.stdout, first.stdout + first.stderr
     yolo = [] if agent == "c" else ["-y", agent]  # the session was created for c
     second = session.run(*yolo, "--", *AGAIN[agent].split(), "recall")
-    assert second.returncode == 0 and f"pong {prompt}" in second.stdout, second.stdout + second.stderr
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert f"pong {prompt}" in second.stdout, second.stdout + second.stderr
 
 
 @each_agent
 def test_a_tool_runs_unasked_and_its_files_belong_to_the_person(session: Session,
                                                                 agent: str) -> None:
     made = session.project / f"made-by-{agent}"
-    prompt = f"please run: mkdir {made.name} && echo 'by the agent' > {made.name}/file && echo written"
+    prompt = (f"please run: mkdir {made.name} && echo 'by the agent' > {made.name}/file "
+              "&& echo written")
     answer = session.run("-y", agent, "--", *ONCE[agent].split(), prompt)
-    assert answer.returncode == 0 and "pong tool" in answer.stdout and "written" in answer.stdout, answer.stderr
+    assert answer.returncode == 0, answer.stderr
+    assert "pong tool" in answer.stdout, answer.stderr
+    assert "written" in answer.stdout, answer.stderr
     assert (made / "file").read_text() == "by the agent\n"
-    assert {(path.stat().st_uid, path.stat().st_gid) for path in (made, made / "file")} == owner_of(session)
+    owners = {(path.stat().st_uid, path.stat().st_gid) for path in (made, made / "file")}
+    assert owners == owner_of(session)
 
 
 def owner_of(session: Session) -> set[tuple[int, int]]:
@@ -338,7 +346,7 @@ def test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session: Session, ag
 
 
 def settle() -> None:
-    """Agents drop keys while they draw their first screen, and take a key that follows at once for a paste."""
+    """Agents drop keys while they draw their first screen; keys at once are a paste to them."""
     time.sleep(1)
 
 
@@ -423,7 +431,7 @@ OWN_VARIABLES = "ANTHROPIC_AUTH_TOKEN|OPENAI|OPENCODE"
 def test_with_own_credentials_and_settings_every_agent_waits_for_a_prompt(
     engine: Engine, image: str
 ) -> None:
-    """They stay as they are, mounted writable. The repository is mounted at another path, with --cp."""
+    """They stay as they are, mounted writable. --cp mounts the repository at another path."""
     own = engine.directory()
     for path, text in OWN_FILES.items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
@@ -487,7 +495,7 @@ def blocks_of(events: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def prompted(service: Service, session: str, prompt: str) -> list[dict[str, Any]]:
-    """Prompt a session's agent; what the page makes of its events, without what it says on stderr."""
+    """Prompt a session's agent; what the page makes of its events, without its stderr."""
     reply = service.post(f"/api/sessions/{session}/prompt", {"prompt": prompt})
     assert reply.status == 201, reply.body
     events = [(kind, data) for kind, data, _ in service.events(reply.json)
@@ -508,7 +516,8 @@ def texts(blocks: list[dict[str, Any]]) -> list[str]:
 def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, service: Service,
                                                     name: str,
                                                     agent: str) -> None:
-    """With the command that a session is created with; nothing is said twice, also where it comes in parts."""
+    """With the command that a session is created with; nothing is said twice, also where it comes
+    in parts."""
     write_stub_config(engine, engine.home)
     session = service.create(name, agent=agent)
     assert "{prompt}" in session["agentPromptCommand"]
@@ -518,7 +527,8 @@ def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, 
     assert texts(prompted(service, name, "recall")) == [f"pong {prompt}"]
     blocks = prompted(service, name, "please run: echo by-the-agent && ls -d /etc")
     tools = [block for block in blocks if block["kind"] == "tool"]
-    assert [tool["status"] for tool in tools] == ["ok"] and "by-the-agent\n/etc" in tools[0]["output"]
+    assert [tool["status"] for tool in tools] == ["ok"]
+    assert "by-the-agent\n/etc" in tools[0]["output"]
     assert "by-the-agent" in json.dumps(tools[0]["input"])
     (text,) = texts(blocks)
     assert text.startswith("pong tool") and "by-the-agent" in text
@@ -534,7 +544,8 @@ def test_an_ordinary_user_of_a_rootful_engine_is_agent_inside(engine: Engine, im
     session = new_session(engine, USER)
     script = "id -un; id -u; sudo -n id -u; echo kept > ~/file; stat -c %U ~/file ~ ~/.claude.json"
     answer = session.run("-x", script)
-    assert answer.stdout.split() == ["agent", str(session.project.stat().st_uid), "0", "agent", "agent", "agent"]
+    uid = str(session.project.stat().st_uid)
+    assert answer.stdout.split() == ["agent", uid, "0", "agent", "agent", "agent"]
     for agent in ONCE:
         test_a_tool_runs_unasked_and_its_files_belong_to_the_person(session, agent)
     test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session, "c")
@@ -571,8 +582,10 @@ def test_packages_can_be_installed(session: Session) -> None:
     )
     assert built.returncode == 0, built.stdout + built.stderr
     found = session.run("-x",
-                        "stat -c '%U %G %a' /usr/share/tiny/theirs; cat /tmp/tiny; sudo apt-get purge -y tiny")
-    assert found.stdout.startswith("tiny games 4750\ntiny\n") and found.returncode == 0, found.stdout + found.stderr
+                        "stat -c '%U %G %a' /usr/share/tiny/theirs; cat /tmp/tiny; "
+                        "sudo apt-get purge -y tiny")
+    assert found.stdout.startswith("tiny games 4750\ntiny\n"), found.stdout + found.stderr
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 # --- Through the network proxy ---
@@ -603,7 +616,8 @@ def test_an_agent_reaches_its_model_through_the_proxy(guarded: Guarded, agent: s
     prompt = f"say it's {unique_name()}"
     words = ("run", "-n", guarded.name, "-y", agent, "--", *ONCE[agent].split(), prompt)
     answer = guarded.engine.sandbox(*words, **guarded.where)
-    assert answer.returncode == 0 and f"pong {prompt}" in answer.stdout, answer.stdout + answer.stderr
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert f"pong {prompt}" in answer.stdout, answer.stdout + answer.stderr
 
 
 @on_docker
@@ -647,7 +661,8 @@ def test_there_is_no_way_around_for_sudo(guarded: Guarded, command: str) -> None
 # What each program fetches with no variable set, from a host that is allowed and from one that is
 # not.
 FETCH = {
-    "git": "git clone -q http://{host}/files/repo.git /tmp/{host}.git && cat /tmp/{host}.git/fetched",
+    "git":
+        "git clone -q http://{host}/files/repo.git /tmp/{host}.git && cat /tmp/{host}.git/fetched",
     "apt": "o='-o Dir::Etc::sourcelist=/tmp/list -o Dir::Etc::sourceparts=-'; "
            "echo 'deb [trusted=yes] http://{host}/files/apt ./' >/tmp/list; "
            "sudo apt-get update $o; apt-cache $o policy fetched",
@@ -683,8 +698,8 @@ def make_files(files: Path) -> None:
         subprocess.run(["git", *words], cwd=work, check=True)
     subprocess.run(["git", "clone", "-q", "--bare", work, files / "repo.git"], check=True)
     subprocess.run(["git", "update-server-info"], cwd=files / "repo.git", check=True)
-    (files / "apt" / "Packages").write_text(CONTROL.replace("tiny",
-                                                            "fetched") + "Filename: ./fetched.deb\nSize: 1\n")
+    control = CONTROL.replace("tiny", "fetched")
+    (files / "apt" / "Packages").write_text(f"{control}Filename: ./fetched.deb\nSize: 1\n")
     versions = {"1.0.0": {"name": "fetched", "version": "1.0.0"}}
     (files / "npm" / "fetched").write_text(
         json.dumps({"name": "fetched", "dist-tags": {"latest": "1.0.0"}, "versions": versions})

@@ -1,4 +1,5 @@
-"""The web UI in a real Chromium: what a person does, sees and must never see. It complains and calls abroad nowhere."""
+"""The web UI in a real Chromium: what a person does, sees and must never see. It complains and
+calls abroad nowhere."""
 
 import json
 import os
@@ -236,7 +237,8 @@ def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, na
     page.click("dialog .danger")
     page.wait("location.hash === '#/'", 60)
     page.wait(
-        f"![...document.querySelectorAll('.sessions .name')].some((e) => e.textContent === {json.dumps(name)})")
+        "![...document.querySelectorAll('.sessions .name')]"
+        f".some((e) => e.textContent === {json.dumps(name)})")
 
 
 # --- Command mode ---
@@ -284,7 +286,8 @@ def test_a_command_outlives_the_server_that_started_it(page: Page, service: Serv
     service.process.end()
     service.start()
     page.see("exit 0", ".job-foot")
-    assert page.eval("document.querySelector('.output').textContent") == "".join(f"tick {i}\n" for i in range(1, 7))
+    shown = page.eval("document.querySelector('.output').textContent")
+    assert shown == "".join(f"tick {i}\n" for i in range(1, 7))
     page.wait("document.querySelector('#banner').hidden")
     page.errors[:] = [error for error in page.errors
                       if not any(word in error for word in WENT_AWAY)]
@@ -301,7 +304,8 @@ def test_agent_mode_shows_what_the_events_mean(page: Page, service: Service, nam
     open_screen(page, service, name, "agent")
     submit(page, "run: echo hi; ls /etc | head -3")
     page.see("done", ".job-foot")
-    assert page.eval("document.querySelector('.ask').innerText") == "run: echo hi; ls /etc | head -3"
+    asked = page.eval("document.querySelector('.ask').innerText")
+    assert asked == "run: echo hi; ls /etc | head -3"
     page.see("pong tool", ".md")
     assert page.eval("document.querySelectorAll('.tool').length") == 1
     page.see("echo hi; ls /etc | head -3", ".tool-title")
@@ -328,7 +332,8 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
         return partial(type="content_block_delta", delta={"type": "text_delta", "text": text})
 
     evil = (
-        "<img src=http://192.0.2.1/x onerror=alert(1)> ![p](http://192.0.2.1/y) [bad](javascript:alert(1)) "
+        "<img src=http://192.0.2.1/x onerror=alert(1)> ![p](http://192.0.2.1/y) "
+        "[bad](javascript:alert(1)) "
             "<script>alert(1)</script>")
     text = f"# Title\n\nSome **bold** text {evil}\n"
     begins = partial(type="message_start", message={"id": "m"})
@@ -351,7 +356,8 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
     page.see("bold", ".md strong")
     page.see("brand_new", ".raw")
     page.see("no JSON at all", ".raw")
-    assert page.eval("document.querySelectorAll('.md img, .md script, .md a[href^=javascript]').length") == 0
+    active = ".md img, .md script, .md a[href^=javascript]"
+    assert page.eval(f"document.querySelectorAll('{active}').length") == 0
     # deltas and whole text are one
     assert page.eval("document.querySelectorAll('.md').length") == 2
     assert page.eval("document.querySelector('.md').innerText.match(/Title/g).length") == 1
@@ -747,7 +753,8 @@ def test_the_clipboard_of_a_terminal(page: Page, service: Service, name: str) ->
     for how in ("button", "keys"):
         page.eval("navigator.clipboard.writeText('')")
         x, y = page.eval(f"""(() => {{
-            const box = {ROWS}.find((row) => row.textContent.startsWith("loneword")).getBoundingClientRect();
+            const row = {ROWS}.find((row) => row.textContent.startsWith("loneword"));
+            const box = row.getBoundingClientRect();
             return [box.x + 20, box.y + box.height / 2];
         }})()""")
         for count in (1, 2):
@@ -810,13 +817,15 @@ def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, servi
     page.call("Page.reload")
     page.wait("document.querySelector('.settings')")
     assert page.dialogs == ["beforeunload"]
-    assert page.eval(f"document.querySelector({json.dumps(template)}).value") == "echo {prompt} not saved"
+    typed = page.eval(f"document.querySelector({json.dumps(template)}).value")
+    assert typed == "echo {prompt} not saved"
     page.click(".settings .sticky .quiet")
     page.wait(f"document.querySelector({json.dumps(template)}).value === ''")
     page.call("Page.reload")  # without a question
     page.wait("document.readyState === 'complete' && document.querySelector('.settings')")
     assert page.dialogs == ["beforeunload"]
-    assert service.get(f"/api/sessions/{name}/settings").json["settings"]["agentPromptCommand"] is None
+    settings = service.get(f"/api/sessions/{name}/settings").json["settings"]
+    assert settings["agentPromptCommand"] is None
 
 
 def test_what_was_typed_is_still_there_after_a_look_elsewhere(page: Page, service: Service,
@@ -844,7 +853,8 @@ def test_a_network_is_chosen_and_the_container_created_again(page: Page, service
     service.create(name)
     service.ended(service.job(name, "touch /tmp/mark; echo before"))
     open_screen(page, service, name, "settings")
-    assert page.eval("[...document.querySelectorAll('.choices input')].map((e) => e.value).join()") == ",open,none,list"
+    choices = "[...document.querySelectorAll('.choices input')].map((e) => e.value).join()"
+    assert page.eval(choices) == ",open,none,list"
     assert not page.eval("document.querySelector('.hosts').checkVisibility()")
     page.click("input[value=list]")
     page.fill("[aria-label='Allowed hosts']", "api.example.com\n*.example.org:443")
@@ -861,7 +871,8 @@ def test_a_network_is_chosen_and_the_container_created_again(page: Page, service
     page.see("before", ".output")
     submit(page, "ls /sys/class/net /tmp/mark")
     page.see("exit 1", ".job:last-child .job-foot")
-    assert page.eval("document.querySelector('.job:last-child .output').textContent").count("lo\n") == 1
+    output = page.eval("document.querySelector('.job:last-child .output').textContent")
+    assert output.count("lo\n") == 1
 
 
 def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> None:
@@ -869,7 +880,8 @@ def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> Non
     open_screen(page, service, name, "settings")
     page.see("As configured (1 allowed host)", ".settings")
     page.click("input[value=list]")
-    assert page.eval("document.querySelector('[aria-label=\"Allowed hosts\"]').value") == "one.example"
+    allowed = page.eval("document.querySelector('[aria-label=\"Allowed hosts\"]').value")
+    assert allowed == "one.example"
     page.fill("[aria-label='Allowed hosts']", "one.example\n*.two.example:443")
     page.fill("[aria-label='Denied hosts']", "bad.two.example")
     page.click(".settings button[type=submit]")
@@ -1202,7 +1214,8 @@ def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Servi
     page.goto(f"http://{service.address}/preview")
     tile = f".tile:has([href*='{name}'])"
     page.see("It cannot be prompted: it has no agent prompt command.", tile)
-    assert not page.eval(f"document.querySelector({json.dumps(tile)}).querySelector('textarea').checkVisibility()")
+    field = f"document.querySelector({json.dumps(tile)}).querySelector('textarea')"
+    assert not page.eval(f"{field}.checkVisibility()")
     page.click(f"{tile} .set-up a")
     page.wait(f"location.hash === '#/s/{name}/settings' && document.querySelector('.settings')")
     service.post(f"/api/sessions/{name}/settings", {"agentPromptCommand": "echo {prompt}"},
@@ -1223,7 +1236,8 @@ def test_a_phone(page: Page, service: Service, name: str) -> None:
     for screen in ("agent", "command", "network", "settings", "terminal"):
         open_screen(page, service, name, screen)
         time.sleep(0.2)
-        assert page.eval("Math.max(document.documentElement.scrollWidth, innerWidth)") == PHONE[0], screen
+        width = page.eval("Math.max(document.documentElement.scrollWidth, innerWidth)")
+        assert width == PHONE[0], screen
     see_in_terminal(page, "# ")
     # A prompt so short that nothing wraps. No prompt comes before the next line is typed: busybox
     # asks the terminal where the cursor is then, and loses what is typed before the answer.

@@ -1,4 +1,4 @@
-"""The command line: help, usage errors, how -x and -- divide the words, completion, and `config command`."""
+"""The command line: help, usage errors, -x and --, completion, and `config command`."""
 
 import json
 import os
@@ -83,8 +83,9 @@ def test_a_wrong_command_line_is_a_usage_error(argv: list[str], words: str,
 
 @pytest.mark.parametrize("command",
                          ["ps", "rm some", "run", "-y c", "-- -c", "build", "config command"])
-def test_without_an_engine_there_is_one_error_with_a_remedy(command: str,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_engine_there_is_one_error_with_a_remedy(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(*command.split()) == (125 if command[:3] in ("run", "-y ", "-- ") else 1)
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines() == [f"sandbox: {NO_ENGINE}", "  install docker or podman"]
@@ -103,7 +104,8 @@ def test_values_are_printed_as_the_bytes_they_are(tmp_path: Path) -> None:
     (tmp_path / "a.env").write_bytes(b'A="' + value + b'"\n')
     environ = {**os.environ, "PYTHONIOENCODING": "latin-1:strict"}
     argv = [*OURS, "config", "show", "--ef", f"{tmp_path}/a.env"]
-    assert b'"value": "' + value + b'"' in subprocess.run(argv, env=environ, capture_output=True, check=True).stdout
+    shown = subprocess.run(argv, env=environ, capture_output=True, check=True).stdout
+    assert b'"value": "' + value + b'"' in shown
 
 
 def test_output_that_cannot_be_written_is_no_crash() -> None:
@@ -113,7 +115,9 @@ def test_output_that_cannot_be_written_is_no_crash() -> None:
     for fd, status, words in ((write, 141, ""), (full, 1, "sandbox: output: No space left")):
         answer = subprocess.run([*OURS, "config", "show"], stdout=fd, stderr=subprocess.PIPE,
                                 text=True)
-        assert answer.returncode == status and answer.stderr.startswith(words) and answer.stderr.count("\n") <= 2
+        assert answer.returncode == status
+        assert answer.stderr.startswith(words)
+        assert answer.stderr.count("\n") <= 2
         os.close(fd)
 
 
@@ -183,7 +187,8 @@ def test_how_x_and_the_dashes_divide_the_line(
 def test_the_dashes_after_config_command_belong_to_the_agent() -> None:
     args = sandbox.argparse_of("config",
                                ["command", "-y", "c", "--reveal", "--", "show", "--reveal"])
-    assert (args.what, args.yolo, args.reveal, args.agent_args) == ("command", "c", True, ["show", "--reveal"])
+    assert (args.what, args.yolo, args.reveal) == ("command", "c", True)
+    assert args.agent_args == ["show", "--reveal"]
 
 
 # --- Completion ---
@@ -217,7 +222,9 @@ def test_what_is_offered(
     (tmp_path / "sandbox.json").write_text(json.dumps({"runs": profiles}))
     assert main("__complete", *line.split(" ")) == 0
     out, err = capsys.readouterr()
-    assert set(included) <= set(out.splitlines()) and not set(excluded) & set(out.splitlines()) and err == ""
+    assert set(included) <= set(out.splitlines())
+    assert not set(excluded) & set(out.splitlines())
+    assert err == ""
 
 
 @pytest.mark.parametrize("shell", ("bash", "zsh", "fish"))
@@ -250,7 +257,8 @@ def test_bash_completes(tmp_path: Path, words: list[str], offered: list[str]) ->
         _sandbox; printf '%s\\n' "${{COMPREPLY[@]}}" """
     argv = ["/bin/bash", "-c", script, "bash", *words]
     answer = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert sorted(filter(None, answer.stdout.split("\n"))) == sorted(offered) and answer.stderr == ""
+    assert sorted(filter(None, answer.stdout.split("\n"))) == sorted(offered)
+    assert answer.stderr == ""
     assert not (tmp_path / "ran").exists()
 
 
@@ -292,7 +300,8 @@ def test_the_printed_commands_do_what_run_does(engine: Engine, project: Path, ho
     assert [rows[name][key] for key in same] == [rows[name + "2"][key] for key in same]
 
     again = engine.sandbox("config", "command", "-n", name, *options, "--reveal", *PRINT)
-    assert (again.returncode, again.stderr) == (0, "") and f"{engine.runtime} run" not in again.stdout
+    assert (again.returncode, again.stderr) == (0, "")
+    assert f"{engine.runtime} run" not in again.stdout
     assert again.stdout.startswith("SANDBOX_ENV=") and again.stdout.count(f"{engine.runtime} ") == 1
     assert paste(engine, again.stdout).stdout == expected.stdout
 
@@ -303,7 +312,9 @@ def test_secrets_are_masked_in_the_printed_commands(engine: Engine, project: Pat
     printed = engine.sandbox("config", "command", "-n", name, *variables, "-x", "env")
     first, *_ = printed.stdout.splitlines()
     assert "hush" not in printed.stdout + printed.stderr and "opus" in printed.stdout
-    assert first.startswith("# masked: ") and {"API_KEY", "DB_PASSWORD"} <= set(first.split()) and "--reveal" in first
+    assert first.startswith("# masked: ")
+    assert {"API_KEY", "DB_PASSWORD"} <= set(first.split())
+    assert "--reveal" in first
     assert "MODEL=opus\n" in paste(engine, printed.stdout).stdout
 
 
@@ -322,7 +333,8 @@ def test_a_name_is_never_taken_for_the_start_of_an_id(engine: Engine, project: P
                                                       name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
     short = engine.run("container", "inspect", "--format", "{{.Id}}", name).stdout[:12]
-    assert f"--name {short} " in engine.sandbox("config", "command", "-n", short, "-x", "true").stdout
+    printed = engine.sandbox("config", "command", "-n", short, "-x", "true").stdout
+    assert f"--name {short} " in printed
     assert engine.sandbox("rm", short).returncode == 1
     assert name in engine.sandbox("ps", "-q").stdout.split()
 

@@ -20,10 +20,11 @@ SEED = 20240229
 
 
 class Tool:
-    """Our command in this process, with SANDBOX_HOME, HOME and the current directory below tmp_path."""
+    """Our command in this process; SANDBOX_HOME, HOME and the directory are below tmp_path."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.home, self.person, self.project = (folder / name for name in ("sandbox", "person", "project"))
+        self.home, self.person, self.project = (
+            folder / name for name in ("sandbox", "person", "project"))
         self.called, self.capsys = folder / "called", capsys
         self.path = self.home / "sandbox.json"
 
@@ -53,11 +54,13 @@ class Tool:
         return self.show("--reveal", *options)[key]["value"]
 
     def refused(self, status: int, *argv: str) -> str:
-        """The one error, of two lines at most, of a command that prints nothing and calls no engine."""
+        """The error, of two lines at most, of a command that prints nothing and calls no engine."""
         found, out, err = self(*argv)
         assert (found, out) == (status, ""), err
         lines = err.splitlines()
-        assert len(lines) in (1, 2) and lines[0].startswith("sandbox: ") and all(x.startswith("  ") for x in lines[1:])
+        assert len(lines) in (1, 2)
+        assert lines[0].startswith("sandbox: ")
+        assert all(x.startswith("  ") for x in lines[1:])
         assert not self.called.exists()
         return err
 
@@ -135,13 +138,16 @@ def reference(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict
     settings: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
-            settings[key] = settings.get(key, []) + value if isinstance(value, list) and key != "command" else value
+            appended = isinstance(value, list) and key != "command"
+            settings[key] = settings.get(key, []) + value if appended else value
             settings.pop({"yolo": "command", "command": "yolo"}.get(key, ""), None)
     del settings["env"]
     env: dict[str, str] = {}
     for path in settings.get("envFile", []):
         env.update({name: value for name, (value, _) in FILES[path].items()})
-    return settings, env | {name: value for layer in layers for name, value in layer.get("env", {}).items()}
+    for layer in layers:
+        env |= layer.get("env", {})
+    return settings, env
 
 
 def test_any_layers_merge_as_the_reference_says() -> None:
@@ -155,7 +161,8 @@ def test_any_layers_merge_as_the_reference_says() -> None:
         checked = [sandbox.Layer(values, "file", f"layer {n}: ") for n, values in enumerate(layers)]
         settings = sandbox.merge(checked)
         names = {"c": "claude", "cx": "codex"}
-        expected, expected_env = reference([{**x, "yolo": names[x["yolo"]]} if "yolo" in x else x for x in layers])
+        named = [{**x, "yolo": names[x["yolo"]]} if "yolo" in x else x for x in layers]
+        expected, expected_env = reference(named)
         found = {k: [s[0] for s in v] if sandbox.KEYS[k].kind == "list" else v[-1][0]
                  for k, v in settings.items()}
         assert found == expected
@@ -214,7 +221,8 @@ def test_the_command_line_overrides_the_profile_overrides_the_file(
     tool: Tool, key: str, flag: str, low: str, high: str
 ) -> None:
     tool.configure(**{key: low}, runs={"p": {key: high}})
-    assert (tool.value(key), tool.value(key, "-r", "p"), tool.value(key, "-r", "p", flag, low)) == (low, high, low)
+    assert (tool.value(key), tool.value(key, "-r", "p")) == (low, high)
+    assert tool.value(key, "-r", "p", flag, low) == low
 
 
 @pytest.mark.parametrize(
@@ -240,7 +248,8 @@ def test_the_engine_comes_from_flag_variable_profile_file(tool: Tool,
     assert tool.value("runtime", "-r", "p") == "docker"
     assert tool.value("runtime", "-r", "p", "--rt", "podman") == "podman"
     monkeypatch.setenv("SANDBOX_RUNTIME", "lxc")
-    assert "$SANDBOX_RUNTIME: 'lxc' is not an engine: use one of docker, podman" in tool.refused(1, "ps")
+    refused = tool.refused(1, "ps")
+    assert "$SANDBOX_RUNTIME: 'lxc' is not an engine: use one of docker, podman" in refused
 
 
 def test_secrets_are_masked_unless_revealed(tool: Tool, tmp_path: Path) -> None:
@@ -249,7 +258,8 @@ def test_secrets_are_masked_unless_revealed(tool: Tool, tmp_path: Path) -> None:
     tool.configure(serverPass="hush2", envFile=[f"{tmp_path}/a.env"], env=env)
     status, out, _ = tool("config", "show", "-e", "CLIENT_SECRET=hush5")
     assert status == 0 and "hush" not in out and "opus" in out
-    assert json.loads(out)["env"]["DB_PASSWORD"] == {"value": "<masked>", "source": f"{tool.path}: env.DB_PASSWORD"}
+    assert json.loads(out)["env"]["DB_PASSWORD"] == {
+        "value": "<masked>", "source": f"{tool.path}: env.DB_PASSWORD"}
     _, out, _ = tool("config", "show", "-e", "CLIENT_SECRET=hush5", "--reveal")
     assert all(f"hush{n}" in out for n in range(1, 6))
 
@@ -373,7 +383,8 @@ def test_a_wrong_option_is_a_usage_error(tool: Tool, options: tuple[str, ...]) -
 
 def test_paths(tool: Tool) -> None:
     home = str(tool.person)
-    for value, path in {"/a": "/a", "/a//b/../c/": "/a/c", "//a": "/a", "~/x y": f"{home}/x y", "/ü:": "/ü:"}.items():
+    for value, path in {"/a": "/a", "/a//b/../c/": "/a/c", "//a": "/a",
+                        "~/x y": f"{home}/x y", "/ü:": "/ü:"}.items():
         assert sandbox.check_value("hostPath", value) == path
 
 
@@ -471,7 +482,8 @@ def test_an_engines_socket_is_not_mounted_unless_wanted(tool: Tool,
     (folder / "engine").touch()
     (tool.person / "link").symlink_to(folder)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/engine")
-    for mount in (f"{folder}/engine", folder, tool.person / "link", tool.person, "/", "/nowhere/docker.sock"):
+    for mount in (f"{folder}/engine", folder, tool.person / "link", tool.person, "/",
+                  "/nowhere/docker.sock"):
         for options in (("-v", f"{mount}:/x"), ("--hp", str(mount), "--cp", "/x")):
             err = tool.refused(125, "run", *options)
             assert f"{mount} holds an engine's socket" in err and "--allow-engine-socket" in err
@@ -482,7 +494,8 @@ def test_an_engines_socket_is_not_mounted_unless_wanted(tool: Tool,
 
 def test_two_mounts_on_one_place_are_refused(tool: Tool) -> None:
     assert "two mounts go to /x" in tool.refused(125, "run", "-v", "/etc:/x", "-v", "/usr:/x")
-    assert f"two mounts go to {tool.project}" in tool.refused(125, "run", "-v", f"/etc:{tool.project}")
+    refused = tool.refused(125, "run", "-v", f"/etc:{tool.project}")
+    assert f"two mounts go to {tool.project}" in refused
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1m\u202e\u2028\r"
@@ -547,12 +560,17 @@ def test_init_makes_a_profile_of_an_agents_settings(tool: Tool, monkeypatch: pyt
     put(tool.person / file)
     monkeypatch.setenv(variable, "hush")
     status, out, _ = tool("init")
-    assert status == 0 and variable in out and file in out and f"sandbox run -r {agent}" in out and "hush" not in out
+    assert status == 0
+    assert variable in out
+    assert file in out
+    assert f"sandbox run -r {agent}" in out
+    assert "hush" not in out
     assert {mode(path) for path in (tool.path, tool.home / "env" / f"{agent}.env")} == {0o600}
     assert {mode(path) for path in (tool.home, tool.home / "env")} == {0o700}
     found = tool.show("-r", agent, "--reveal")
     assert found["yolo"]["value"] == agent and found["env"][variable]["value"] == "hush"
-    assert [item["value"] for item in found["volumes"]] == [f"{tool.person}/{file}:/home/agent/{file}"]
+    volumes = [item["value"] for item in found["volumes"]]
+    assert volumes == [f"{tool.person}/{file}:/home/agent/{file}"]
     assert list(json.loads(tool.path.read_text())["runs"]) == [agent]
 
 
@@ -582,7 +600,10 @@ def test_init_leaves_a_profile_that_exists_as_it_is(tool: Tool,
     monkeypatch.setenv("ANTHROPIC_API_KEY", "hush")
     before = contents(tool.home)
     status, _, err = tool("init")
-    assert status == 0 and "runs.claude exists" in err and "--force" in err and contents(tool.home) == before
+    assert status == 0
+    assert "runs.claude exists" in err
+    assert "--force" in err
+    assert contents(tool.home) == before
 
 
 def test_init_force_renews_a_profile_and_loses_nothing(tool: Tool,
@@ -602,8 +623,10 @@ def test_init_force_renews_a_profile_and_loses_nothing(tool: Tool,
         assert tool("init", "--force")[0] == 0
         found = tool.show("-r", "claude", "--reveal")
         env = {name: setting["value"] for name, setting in found["env"].items()}
-        assert env == {"MINE": "1", "OTHER": "1", "MORE": "ü", "ANTHROPIC_API_KEY": "new", "ANTHROPIC_MODEL": "new"}
-        assert [item["value"] for item in found["volumes"]] == profile["volumes"] and found["memory"]["value"] == "1g"
+        assert env == {"MINE": "1", "OTHER": "1", "MORE": "ü",
+                       "ANTHROPIC_API_KEY": "new", "ANTHROPIC_MODEL": "new"}
+        assert [item["value"] for item in found["volumes"]] == profile["volumes"]
+        assert found["memory"]["value"] == "1g"
         assert [item["value"] for item in found["envFile"]] == profile["envFile"]
         data = json.loads(tool.path.read_text())
         assert (data["cpus"], data["serverPass"], data["runs"]["ü"]) == (1, "hush", {"yolo": "cx"})

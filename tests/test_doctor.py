@@ -1,4 +1,5 @@
-"""What a run needs, missing for real: `run` and `doctor` tell the failures apart and name the remedy of each."""
+"""What a run needs, missing for real: `run` and `doctor` tell the failures apart and name the
+remedy of each."""
 
 import json
 import subprocess
@@ -34,13 +35,15 @@ def failed(rows: Rows) -> list[str]:
 
 
 def assert_refused(engine: Engine, check: str, message: str, remedy: str, **where: Any) -> None:
-    """`run` ends with 125 and `doctor` with 1, both for this one reason, and nothing has come of it."""
+    """`run` ends with 125 and `doctor` with 1, both for this reason, and leave nothing."""
     where = {"cwd": engine.project, "home": engine.home, **where}
     for naming in ([], ["-n", "never-made"]):
         ran = engine.sandbox("run", *naming, "-x", "true", **where)
         assert (ran.returncode, ran.stdout) == (125, ""), ran.stderr
         *messages, hint = ran.stderr.splitlines()
-        assert message in "\n".join(messages) and hint.startswith("  ") and remedy in hint, ran.stderr
+        assert message in "\n".join(messages), ran.stderr
+        assert hint.startswith("  "), ran.stderr
+        assert remedy in hint, ran.stderr
     assert_doctor_says(doctor(engine, **where), check, message, remedy)
     assert_nothing_left(engine, where["cwd"], where["home"])
 
@@ -54,7 +57,8 @@ def assert_doctor_says(answer: tuple[int, Rows], check: str, message: str, remed
 def assert_nothing_left(engine: Engine, project: Path, home: Path) -> None:
     made = engine.run("ps", "-aq", "--filter", f"label=sandbox.directory={project}")
     assert (made.returncode, made.stdout) == (0, ""), made.stderr
-    assert list(project.iterdir()) == [] and [path.name for path in home.iterdir()] == ["sandbox.json"]
+    assert list(project.iterdir()) == []
+    assert [path.name for path in home.iterdir()] == ["sandbox.json"]
 
 
 def path_of(engine: Engine, *programs: str) -> str:
@@ -78,7 +82,9 @@ class TestNoEngine:
     @pytest.mark.parametrize("engine", ["docker", "rootless"], indirect=True)
     def test_root_is_offered_docker_and_anybody_else_podman(self, engine: Engine) -> None:
         env = {"PATH": path_of(engine, "apt-get"), "SANDBOX_RUNTIME": ""}
-        for part in [" docker.io"] if engine.user == "root" else [" podman uidmap", "ask an administrator to run: "]:
+        missing = [" docker.io"] if engine.user == "root" else [
+            " podman uidmap", "ask an administrator to run: "]
+        for part in missing:
             assert_refused(engine, "engine", "neither docker nor podman is installed", part,
                            env=env)
 
@@ -158,7 +164,8 @@ def test_the_oldest_engines_that_work(runtime: str, version: str, works: bool) -
 
 
 def test_a_client_that_cannot_start_is_quoted(engine: Engine, home: Path, project: Path) -> None:
-    env = {"DOCKER_CONTEXT": "nowhere"} if engine.runtime == "docker" else {"CONTAINERS_CONF": "/nowhere"}
+    env = ({"DOCKER_CONTEXT": "nowhere"} if engine.runtime == "docker"
+           else {"CONTAINERS_CONF": "/nowhere"})
     ran = engine.sandbox("run", "-x", "true", env=env)
     assert (ran.returncode, ran.stdout) == (125, "") and "nowhere" in ran.stderr
     status, rows = doctor(engine, env=env)
@@ -226,7 +233,9 @@ class TestDaemonDown:
     def test_it_is_said_and_nothing_is_started_unasked(self, machine: Machine) -> None:
         message, remedy = "Cannot connect to the Docker daemon", "dockerd"
         ran = machine.sandbox("run", "-x", "true")
-        assert (ran.returncode, ran.stdout) == (125, "") and message in ran.stderr and remedy in ran.stderr
+        assert (ran.returncode, ran.stdout) == (125, "")
+        assert message in ran.stderr
+        assert remedy in ran.stderr
         assert_doctor_says(read_doctor(machine.sandbox("doctor", "--json")), "daemon", message,
                            remedy)
         assert machine.run("pgrep", "-x", "dockerd").returncode == 1
@@ -285,7 +294,8 @@ def test_doctor_finds_all_well_but_an_image_without_agents(engine: Engine, home:
              "configuration"]
     assert list(rows) == order
     assert all(set(row) == {"check", "status", "detail", "remedy"} for row in rows.values())
-    assert [name for name in order if name not in ("agents", "disk") and rows[name]["status"] != "ok"] == []
+    checked = [name for name in order if name not in ("agents", "disk")]
+    assert [name for name in checked if rows[name]["status"] != "ok"] == []
     assert rows["engine"]["detail"] == engine.runtime and rows["image"]["detail"] == IMAGE
     assert rows["permission"]["detail"] == ("rootless" if engine.id == "rootless" else "rootful")
     assert rows["configuration"] == {"check": "configuration", "status": "ok", "remedy": None,
@@ -325,7 +335,8 @@ def test_doctor_reads_all_of_the_configuration(engine: Engine, home: Path, text:
                                                message: str) -> None:
     (home / "sandbox.json").write_text(text)
     status, rows = doctor(engine, env={"PATH": path_of(engine)})
-    assert (status, rows["configuration"]["status"]) == (1, "fail") and message in rows["configuration"]["detail"]
+    assert (status, rows["configuration"]["status"]) == (1, "fail")
+    assert message in rows["configuration"]["detail"]
     assert "engine" in rows  # what else is wrong is still found
 
 
@@ -342,7 +353,8 @@ def test_doctor_makes_a_configuration_private_only_when_told(engine: Engine, hom
     config, env = home / "sandbox.json", {"PATH": path_of(engine, "chmod")}
     config.chmod(0o640)
     _, rows = doctor(engine, "--fix", env=env)
-    assert rows["configuration"]["status"] == "warn" and f"chmod 600 {config}" in rows["configuration"]["remedy"]
+    assert rows["configuration"]["status"] == "warn"
+    assert f"chmod 600 {config}" in rows["configuration"]["remedy"]
     with engine.pty("doctor", "--fix", env=env) as terminal:
         terminal.expect("Do that now? [y/N] ")
         terminal.send("n\n")

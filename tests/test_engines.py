@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, IMAGE_NAME, IMAGE_VERSION, PYTHON, ROOT, TOKEN, Engine, Process, write_config
+from conftest import (
+    IMAGE,
+    IMAGE_NAME,
+    IMAGE_VERSION,
+    PYTHON,
+    ROOT,
+    TOKEN,
+    Engine,
+    Process,
+    write_config,
+)
 
 import sandbox
 from sandbox import ENGINE_STATUS
@@ -83,12 +93,14 @@ def test_two_projects_of_one_name_never_share_a_container(engine: Engine, home: 
 
 def test_a_container_that_is_not_ours_is_never_touched(engine: Engine, project: Path,
                                                        name: str) -> None:
-    engine.run("run", "-d", "--name", name, IMAGE, "sleep", "1000")
+    # With an init, because podman waits ten seconds for a first process that ignores SIGTERM.
+    engine.run("run", "-d", "--init", "--name", name, IMAGE, "sleep", "1000")
     try:
         before = inspect(engine, name)["State"]
         for command in (("run", "-n", name, "-x", "true"), ("rm", name)):
             answer = engine.sandbox(*command)
-            assert answer.returncode in (1, 125) and f"container {name} exists and is not" in answer.stderr
+            assert answer.returncode in (1, 125)
+            assert f"container {name} exists and is not" in answer.stderr
         assert inspect(engine, name)["State"] == before
         assert name not in engine.sandbox("ps", "-q").stdout.split()
     finally:
@@ -115,13 +127,15 @@ def test_ps_shows_a_table_and_names(engine: Engine, project: Path, home: Path, n
     engine.sandbox("run", "-n", name + "2", "-y", "c", "--", "--version")
     rows = {row["name"]: row for row in json.loads(engine.sandbox("ps", "--json").stdout)}
     row = rows[name]
-    assert (row["state"], row["profile"], row["agent"], row["image"]) == ("running", "work", "", IMAGE)
+    assert (row["state"], row["profile"]) == ("running", "work")
+    assert (row["agent"], row["image"]) == ("", IMAGE)
     assert row["directory"] == str(project) and row["runtime"] == engine.runtime
     assert rows[name + "2"]["agent"] == "claude"
     assert name in engine.sandbox("ps", "-q").stdout.split()
     header, *lines = engine.sandbox("ps").stdout.splitlines()
     line = next(line for line in lines if line.startswith(name + " "))
-    assert header.index("STATE") == line.index("running") and header.index("DIRECTORY") == line.index(str(project))
+    assert header.index("STATE") == line.index("running")
+    assert header.index("DIRECTORY") == line.index(str(project))
 
 
 def test_rm_on_exit_leaves_nothing(engine: Engine, project: Path, name: str) -> None:
@@ -280,7 +294,8 @@ def test_a_rotated_key_is_there_at_the_next_run(engine: Engine, project: Path, n
         env = engine.project / "keys.env"
         env.write_text(f'export API_KEY="{key}"\n')
         env.chmod(0o644)
-        assert engine.sandbox("run", "-n", name, "--ef", str(env), "-x", "echo $API_KEY").stdout == f"{key}\n"
+        ran = engine.sandbox("run", "-n", name, "--ef", str(env), "-x", "echo $API_KEY")
+        assert ran.stdout == f"{key}\n"
 
 
 # --- Files and users ---
@@ -321,7 +336,8 @@ def test_what_is_mounted_into_the_home_stays_the_hosts(engine: Engine, name: str
     answer = engine.sandbox("run", "-n", name, "-x", "cat ~/.agent/key; touch ~/.agent/state",
                             **where)
     assert (answer.returncode, answer.stdout) == (0, "key"), answer.stderr
-    assert {p.stat().st_uid for p in (theirs / "key", theirs / "dir", theirs / "dir" / "file")} == {0}
+    made = (theirs / "key", theirs / "dir", theirs / "dir" / "file")
+    assert {path.stat().st_uid for path in made} == {0}
 
 
 @pytest.mark.parametrize("folder", ["plain", "with space", "co,mma", "co:lon", 'quo"te', "ünï"])
@@ -337,7 +353,7 @@ def test_any_directory_is_mounted_at_the_same_path(engine: Engine, project: Path
 
 def test_no_path_is_mounted_that_engines_read_in_another_way(engine: Engine, project: Path,
                                                              name: str) -> None:
-    """Go makes U+FFFD of a byte that is not UTF-8, and CSV a line feed of a carriage return with one."""
+    """Go makes U+FFFD of a byte that is not UTF-8; CSV makes one line feed of CR LF."""
     odd, meant = os.fsencode(project) + b"/a\377", project / "a\ufffd"
     os.mkdir(odd)
     meant.symlink_to("/")
@@ -349,11 +365,13 @@ def test_no_path_is_mounted_that_engines_read_in_another_way(engine: Engine, pro
         answer = engine.sandbox("run", "-n", name, "-x", "ls etc/shadow", cwd=project / folder)
         assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
         assert "the current directory" in answer.stderr
-    for flags in (["--hp", "app"], ["--hp", "e"], ["-v", f"{project}/app:/x"], ["-v", f"{project}/e:/x"]):
+    for flags in (["--hp", "app"], ["--hp", "e"], ["-v", f"{project}/app:/x"],
+                  ["-v", f"{project}/e:/x"]):
         answer = engine.sandbox("run", "-n", name, *flags, "-x", "ls etc/shadow /x/etc/shadow")
         assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
         assert "a mounted path leads to" in answer.stderr
-    for flags in (["--hp", os.fsdecode(odd)], ["-v", os.fsdecode(odd) + ":/x"], ["--cp", "/x\x9b"], ["--hp", "c\r\nd"]):
+    for flags in (["--hp", os.fsdecode(odd)], ["-v", os.fsdecode(odd) + ":/x"],
+                  ["--cp", "/x\x9b"], ["--hp", "c\r\nd"]):
         answer = engine.sandbox("run", "-n", name, *flags, "-x", "ls")
         assert (answer.returncode, answer.stdout) == (2, ""), answer.stderr
         assert "has a control character or a byte that is not UTF-8" in answer.stderr
@@ -373,7 +391,7 @@ while True:
 
 
 def test_what_was_mounted_is_what_was_checked(engine: Engine, project: Path, name: str) -> None:
-    """A path that is turned to an engine's socket between the check and the mount: nothing runs there."""
+    """A path that is turned to an engine's socket after the check: nothing runs there."""
     for folder in ("data", "victim"):
         (project / folder).mkdir()
         os.chown(project / folder, engine.uid, engine.gid)
@@ -401,9 +419,10 @@ def test_what_was_mounted_is_what_was_checked(engine: Engine, project: Path, nam
 # With a pause, because runc itself fails where the file changes while it mounts it.
 def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: Path,
                                                       name: str) -> None:
-    """As agents write their settings: between its mount and the look at the mount table, made here by hand."""
+    """As agents write their settings: between its mount and the look at the mount table."""
     (project / "file").write_text("whole")
-    assert engine.sandbox("run", "-n", name, "-v", f"{project}/file:/x", "-x", "true").returncode == 0
+    made = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/x", "-x", "true")
+    assert made.returncode == 0
     label = engine.run("inspect", "-f", '{{index .Config.Labels "sandbox.created"}}', name).stdout
     spec = json.loads(label)["spec"]
     before = sandbox.mounts_meant(spec)
@@ -415,7 +434,8 @@ def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: P
         assert engine.run(*look, *meant).returncode == 0
     (project / "file").rename(project / "elsewhere")
     answer = engine.run(*look, before[0], f"{before[3]}x", "/x")
-    assert answer.returncode == 1 and "what is mounted at /x is not what was checked" in answer.stderr
+    assert answer.returncode == 1
+    assert "what is mounted at /x is not what was checked" in answer.stderr
 
 
 @pytest.mark.parametrize("place", ["tmpfs", "bind", "with space", "back\\slash", "file"])
@@ -498,7 +518,8 @@ def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: 
     write_config(home, volumes=[f"{data}:/data"], imageVersion="2.0-common")
     other = engine.sandbox("run", "-n", name, "--memory", "1g", "-x", "echo ran")
     assert other.stdout == "ran\n"
-    for part in (f"volumes: it lacks {data}:/data", "asked for is localhost/sandbox-test:2.0-common",
+    for part in (f"volumes: it lacks {data}:/data",
+                 "asked for is localhost/sandbox-test:2.0-common",
                  "memory: it has 512m, asked for is 1g", f"sandbox rm {name}"):  # fmt: skip
         assert part in other.stderr
     assert "ports" not in other.stderr
@@ -525,7 +546,8 @@ def test_arguments_reach_the_agent_the_container_was_created_with(
     write_config(home, env={"PATH": f"{project}/bin:/bin"}, yolo="c")
     expected = "codex --dangerously-bypass-approvals-and-sandbox"
     assert engine.sandbox("run", "-n", name, "-y", "cx").stdout == f"{expected}\n"
-    assert engine.sandbox("run", "-n", name, "--", "resume", "--last").stdout == f"{expected} resume --last\n"
+    ran = engine.sandbox("run", "-n", name, "--", "resume", "--last")
+    assert ran.stdout == f"{expected} resume --last\n"
     assert engine.sandbox("-n", name, "-x", "echo other").stdout == "other\n"
     assert engine.sandbox("-n", name).stdout == f"{expected}\n"
 
@@ -536,7 +558,8 @@ def test_a_yolo_shortcut_of_agent_d_sets_its_permission(engine: Engine, project:
     program.write_text('#!/bin/sh\necho "$OPENCODE_PERMISSION" "$@"\n')
     program.chmod(0o755)
     write_config(home, env={"PATH": f"{project}:/bin"})
-    assert engine.sandbox("run", "-n", name, "-y", "agent-d", "--", "-c").stdout == '{"*":"allow"} -c\n'
+    ran = engine.sandbox("run", "-n", name, "-y", "agent-d", "--", "-c")
+    assert ran.stdout == '{"*":"allow"} -c\n'
     assert engine.sandbox("run", "-n", name).stdout == '{"*":"allow"}\n'
 
 
@@ -554,7 +577,8 @@ def test_autostart_runs_when_the_container_starts(engine: Engine, project: Path,
 def test_autostart_is_not_lost_with_a_client_that_is_killed(
     engine: Engine, project: Path, home: Path, name: str
 ) -> None:
-    """The client dies at some moment from the start of the container on; the next run makes up for what is missing."""
+    """The client dies at some moment from the start of the container on; the next run makes up for
+    what is missing."""
     write_config(home, autostart="echo started >> started")
     for number in range(8):
         session = f"{name}-{number}"
@@ -585,10 +609,12 @@ def test_commands_that_begin_at_once_start_autostart_once(
 
 def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Path, home: Path,
                                                     name: str) -> None:
-    """Neither a signal to that run nor its terminal ends the script, and it begins where the session works."""
+    """Neither a signal to that run nor its terminal ends the script, and it begins where the
+    session works."""
     (project / "sub").mkdir()
     write_config(home,
-                 autostart="pwd; trap 'echo interrupted >interrupted' INT; while :; do sleep 0.1; done")
+                 autostart="pwd; trap 'echo interrupted >interrupted' INT; "
+                           "while :; do sleep 0.1; done")
     run = ("run", "-n", name)
     with engine.pty(*run, "--hp", str(project), "-x", "echo here; sleep 60",
                     cwd=project / "sub") as terminal:
@@ -597,9 +623,11 @@ def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Pat
         terminal.expect("Keep it?")
         terminal.send("\n")
         assert terminal.wait() == 130
-    assert engine.sandbox("run", "-n", name, "-x", "cat /tmp/autostart.log").stdout == f"{project}\n"
+    log = engine.sandbox("run", "-n", name, "-x", "cat /tmp/autostart.log").stdout
+    assert log == f"{project}\n"
     assert not (project / "interrupted").exists()
-    interrupt = "for f in /proc/[0-9]*/cmdline; do grep -q 'interrupte[d]' $f && kill -INT ${f//[^0-9]/}; done"
+    interrupt = ("for f in /proc/[0-9]*/cmdline; do "
+                 "grep -q 'interrupte[d]' $f && kill -INT ${f//[^0-9]/}; done")
     engine.sandbox("run", "-n", name, "-x", interrupt)
     wait_for((project / "interrupted").exists)
 
@@ -617,7 +645,8 @@ def test_a_command_never_runs_twice(engine: Engine, project: Path, name: str) ->
 def test_a_command_that_began_does_not_run_again_when_its_container_ends(
     engine: Engine, project: Path, name: str, end: str
 ) -> None:
-    """The engine's client is a script that ends the container before it says how the command in it has ended."""
+    """The engine's client is a script that ends the container before it says how the command in it
+    has ended."""
     run = ("run", "-n", name, "-x")
     folder, real = engine.directory(), shutil.which(engine.runtime)
     client = folder / engine.runtime
@@ -628,7 +657,8 @@ def test_a_command_that_began_does_not_run_again_when_its_container_ends(
     for status in ENGINE_STATUS:
         assert engine.sandbox(*run, "true").returncode == 0
         answer = engine.sandbox(*run, f"echo ran >>log; exit {status}", **where)
-        assert (answer.returncode, (project / "log").read_text()) == (status, "ran\n"), answer.stderr
+        assert answer.returncode == status, answer.stderr
+        assert (project / "log").read_text() == "ran\n", answer.stderr
         assert ("whether the command began is not known" in answer.stderr) is (end == "rm -f")
         (project / "log").unlink()
 
@@ -649,7 +679,8 @@ def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine,
     assert engine.sandbox(*run).stdout == "ran\n"
     engine.run("rm", "-f", name)
     answer = engine.sandbox(*run)
-    assert (answer.returncode in ENGINE_STATUS, answer.stdout) == (True, "") and "is gone, and whether" in answer.stderr
+    assert (answer.returncode in ENGINE_STATUS, answer.stdout) == (True, "")
+    assert "is gone, and whether" in answer.stderr
     assert engine.sandbox(*run).stdout == "ran\n"
 
 
@@ -683,7 +714,8 @@ def test_a_container_that_ends_at_once_says_why(engine: Engine, project: Path, n
         answer = engine.sandbox("run", "-n", name, "-v", f"{project}/file:/bin/sleep", "-x",
                                 "echo ran")
         assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
-        assert "ended as soon as it was started" in answer.stderr and f"sandbox rm {name}" in answer.stderr
+        assert "ended as soon as it was started" in answer.stderr
+        assert f"sandbox rm {name}" in answer.stderr
     assert engine.sandbox("rm", name).returncode == 0 and name not in container_names(engine)
 
 
@@ -716,7 +748,8 @@ def ending_image(engine: Engine) -> Iterator[str]:
 def test_a_container_that_lies_about_its_start_is_kept(
     engine: Engine, project: Path, ending_image: str, name: str, lie: str
 ) -> None:
-    noise = r"head -c 30000000 /dev/zero | tr '\0' x >/proc/1/fd/1; printf '\033]0;owned\007\n' >/proc/1/fd/1; "
+    noise = (r"head -c 30000000 /dev/zero | tr '\0' x >/proc/1/fd/1; "
+             r"printf '\033]0;owned\007\n' >/proc/1/fd/1; ")
     command = f"echo kept >/tmp/state; {lie}{noise}touch /tmp/end; sleep 60"
     answer = engine.sandbox("run", "-n", name, "--in", ending_image, "-x", command, timeout=50)
     assert answer.returncode == (125 if lie else 137), answer.stderr
@@ -759,7 +792,7 @@ def test_a_published_port_listens_on_loopback_only(engine: Engine, project: Path
 
 
 class SilentEngine:
-    """A Unix socket on which somebody listens and nobody answers; the engine's client is led to it."""
+    """A Unix socket on which nobody answers; the engine's client is led to it."""
 
     def __init__(self, engine: Engine) -> None:
         self.path = str(engine.directory() / "silent.sock")
@@ -783,8 +816,9 @@ class SilentEngine:
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (process / "comm").read_text().strip() == program:
-                    found += [process.name] if self.path.encode() in (process / "environ").read_bytes() else []
+                named = (process / "comm").read_text().strip() == program
+                if named and self.path.encode() in (process / "environ").read_bytes():
+                    found.append(process.name)
         return found
 
     def __enter__(self) -> "SilentEngine":
@@ -816,7 +850,8 @@ def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name:
     folder = engine.directory()
     client = folder / engine.runtime
     client.write_text(
-        f"#!/bin/sh\necho $$ >>{folder}/pids\nsleep 1000 & echo $! >>{folder}/pids\nkill -STOP $$\n")
+        f"#!/bin/sh\necho $$ >>{folder}/pids\n"
+        f"sleep 1000 & echo $! >>{folder}/pids\nkill -STOP $$\n")
     client.chmod(0o755)
     answer = engine.sandbox("ps", env={"PATH": f"{folder}:{engine.environ()['PATH']}"})
     assert answer.returncode == 1 and "did not answer within 20 seconds" in answer.stderr

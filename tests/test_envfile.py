@@ -141,7 +141,8 @@ def test_a_wrong_line_is_refused_with_its_file_and_number(line: str) -> None:
 
 def test_an_error_repeats_nothing_that_may_be_a_secret() -> None:
     # A key of several lines that was pasted without quotes makes the first two.
-    for line in ("c2VjcmV0", "+c2VjcmV0==", "export T c2VjcmV0", "T='c2VjcmV0", "T=c2VjcmV0;", 'T="c2VjcmV0"x'):
+    for line in ("c2VjcmV0", "+c2VjcmV0==", "export T c2VjcmV0", "T='c2VjcmV0",
+                 "T=c2VjcmV0;", 'T="c2VjcmV0"x'):
         with pytest.raises(sandbox.EnvFileError) as error:
             sandbox.parse_env_file(line, "x.env")
         assert "c2VjcmV0" not in error.value.message
@@ -169,8 +170,10 @@ def test_any_line_parses_or_is_refused_and_a_shell_agrees_with_what_is_accepted(
     lines, refused = [], 0
     for n in range(6000):
         quote = chance.choice(["", "", '"', "'"])
-        value = quote + "".join(chance.choices(AWKWARD, k=chance.randrange(8))) + chance.choice([quote, quote, ""])
-        before, after = chance.choice(["", "export ", "  ", "#", "x"]), chance.choice(["", " ", "\r", " #\r"])
+        inner = "".join(chance.choices(AWKWARD, k=chance.randrange(8)))
+        value = quote + inner + chance.choice([quote, quote, ""])
+        before = chance.choice(["", "export ", "  ", "#", "x"])
+        after = chance.choice(["", " ", "\r", " #\r"])
         line = f"{before}N{n}={value}{after}"
         try:
             found = parse(line)

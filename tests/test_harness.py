@@ -1,10 +1,15 @@
-"""The harness itself: what starts the tests does not change what they see."""
+"""The harness itself: what starts the tests changes nothing for them, and the parts of a run."""
 
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from conftest import PARTS, ROOT, Process
+from service import wait_for
+
+RUN = [sys.executable, str(ROOT / "tests" / "run.py")]
 STATUS = """
 import conftest, os, subprocess
 assert conftest.signal.getsignal(2) == conftest.signal.default_int_handler
@@ -21,8 +26,74 @@ def ignore_and_block() -> None:
 
 def test_what_tests_start_hears_every_signal() -> None:
     argv = [sys.executable, "-c", STATUS]
-    tests = Path(__file__).parent
     answer = subprocess.run(
-        argv, cwd=tests, preexec_fn=ignore_and_block, capture_output=True, text=True, timeout=60
+        argv, cwd=ROOT / "tests", preexec_fn=ignore_and_block, capture_output=True, text=True,
+        timeout=60,
     )
     assert answer.stdout.split() == ["SigBlk:", "0" * 16, "SigIgn:", "0" * 16], answer
+
+
+# --- Parts, side by side ---
+
+THREE_PARTS = """
+def pytest_addoption(parser):
+    parser.addoption("--part")
+
+def pytest_collection_modifyitems(config, items):
+    items[:] = [item for item in items if config.getoption("part") in item.name]
+"""
+THREE_TESTS = """
+import os, pathlib, pytest, signal
+
+@pytest.fixture
+def pid():
+    path = pathlib.Path(f"{os.getpid()}.pid")
+    path.touch()
+    yield
+    path.unlink()
+"""
+
+
+def write_tests(folder: Path, bodies: dict[str, str]) -> None:
+    (folder / "conftest.py").write_text(THREE_PARTS)
+    tests = [f"\ndef test_{part}(pid): {body}\n" for part, body in bodies.items()]
+    (folder / "test_it.py").write_text(THREE_TESTS + "".join(tests))
+
+
+def collected(*options: str) -> list[str]:
+    argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    answer = subprocess.run([*argv, *options], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stdout
+    return [line for line in answer.stdout.splitlines() if "::" in line]
+
+
+def test_every_test_is_in_one_part() -> None:
+    parts = [collected(f"--part={part}") for part in PARTS]
+    assert sorted(sum(parts, [])) == sorted(collected())
+
+
+@pytest.mark.parametrize("body, status, words", [
+    ("pass", 0, "podman: status 0, 1 passed"),
+    ("assert 0", 1, "FAILED test_it.py::test_podman - assert 0\npodman: status 1, 1 failed"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 1, "podman: status -9, "),
+    ("", 1, "podman: status 5, no tests ran"),
+], ids=["passes", "fails", "is killed", "runs nothing"])  # fmt: skip
+def test_a_run_fails_with_one_of_its_parts(tmp_path: Path, body: str, status: int,
+                                           words: str) -> None:
+    write_tests(tmp_path, {"docker": "pass", "web": "pass"} | ({"podman": body} if body else {}))
+    answer = subprocess.run(RUN, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == status, answer.stdout
+    assert words in answer.stdout and "\ndocker: status 0, 1 passed" in answer.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_a_run_ends_its_parts(tmp_path: Path, number: signal.Signals) -> None:
+    write_tests(tmp_path, dict.fromkeys(PARTS, "signal.pause()"))
+    with Process(RUN, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+                 start_new_session=True) as run:
+        pids = wait_for(lambda: len(found := list(tmp_path.glob("*.pid"))) == len(PARTS) and found)
+        run.send_signal(number)
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    assert output.count("KeyboardInterrupt") >= len(PARTS) and not list(tmp_path.glob("*.pid"))
+    assert not [pid for pid in pids if Path("/proc", pid.stem).exists()]

@@ -1,4 +1,4 @@
-"""Every way to run it: from a checkout, installed from a wheel, installed editable, and as a zipapp."""
+"""Every way to run it: from a checkout, a wheel, an editable installation, and a zipapp."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ BARE_PYTHON = [sys.executable, "-S"]
 
 @dataclass
 class Way:
-    """One way to run: the argv of the command, the argv of a Python that can import it, and where."""
+    """One way to run: the argv of the command and of a Python that can import it, and where."""
 
     command: list[str]
     python: list[str]
@@ -105,7 +105,8 @@ def test_every_way_finds_its_assets(way: Way) -> None:
 def test_wheel_and_zipapp_bring_what_the_pages_load(wheel: Path, zipapp: Path) -> None:
     for file in (wheel, zipapp):
         names = zipfile.ZipFile(file).namelist()
-        for name in ("index.html", "vendor/xterm.mjs", "vendor/marked.esm.js", "vendor/LICENSES.txt"):
+        for name in ("index.html", "vendor/xterm.mjs", "vendor/marked.esm.js",
+                     "vendor/LICENSES.txt"):
             assert f"sandbox_static/ui/{name}" in names
         assert not [name for name in names if "node_modules" in name or "package-lock" in name]
         assert not [name for name in names if name.endswith(".png")]  # the README's
@@ -123,7 +124,8 @@ sandbox_web.start_supervisor({args!r}, "echo out")"""])
 
 
 def test_every_way_says_which_asset_is_missing(way: Way) -> None:
-    code = "import sandbox\ntry: sandbox.asset('image/none')\nexcept sandbox.SandboxError as error: print(error)"
+    code = ("import sandbox\ntry: sandbox.asset('image/none')\n"
+            "except sandbox.SandboxError as error: print(error)")
     assert b"image/none" in way.run([*way.python, "-c", code])
 
 
@@ -169,7 +171,8 @@ def test_the_wheel_leaves_site_packages_tidy(wheel: Path) -> None:
 
 def test_two_builds_are_equal(zipapp: Path, tmp_path: Path) -> None:
     again = build_zipapp(tmp_path / "again.pyz")
-    assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(zipapp.read_bytes()).digest()
+    digests = [hashlib.sha256(path.read_bytes()).digest() for path in (again, zipapp)]
+    assert digests[0] == digests[1]
 
 
 def test_the_zipapp_is_a_command_of_its_own(zipapp: Path, elsewhere: Path) -> None:
@@ -192,7 +195,8 @@ def test_the_zipapp_runs_without_its_bytecode(zipapp: Path, elsewhere: Path) -> 
     with zipfile.ZipFile(zipapp) as source, zipfile.ZipFile(plain, "w") as target:
         for name in source.namelist():
             target.writestr(name, b"\0" * 64 if name.endswith(".pyc") else source.read(name))
-    assert VERSION in Way([], [], elsewhere).run([sys.executable, "-I", str(plain), "--version"]).decode()
+    command = [sys.executable, "-I", str(plain), "--version"]
+    assert VERSION in Way([], [], elsewhere).run(command).decode()
 
 
 def test_the_zipapp_brings_websockets(zipapp: Path, elsewhere: Path) -> None:
@@ -203,10 +207,12 @@ def test_the_zipapp_brings_websockets(zipapp: Path, elsewhere: Path) -> None:
 
 
 def test_the_zipapp_refuses_an_old_python(zipapp: Path) -> None:
-    code = f"import runpy, sys; sys.version_info = (3, 10, 0); runpy.run_path({str(zipapp)!r}, run_name='__main__')"
+    code = ("import runpy, sys; sys.version_info = (3, 10, 0); "
+            f"runpy.run_path({str(zipapp)!r}, run_name='__main__')")
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                             timeout=60)
-    assert (answer.returncode, answer.stderr) == (1, "sandbox: Python 3.11 or newer is needed, this is 3.10\n")
+    assert answer.returncode == 1
+    assert answer.stderr == "sandbox: Python 3.11 or newer is needed, this is 3.10\n"
 
 
 # --- A checkout, and what serve lacks there ---
@@ -277,7 +283,7 @@ def test_serve_says_how_it_comes_to_websockets(checkout: Checkout) -> None:
 
 
 def test_serve_makes_an_environment_of_its_own_once(checkout: Checkout) -> None:
-    """Also where pip is told to install for the user, and for the versions of Python that come later."""
+    """Also where pip is told to install for the user, and for later versions of Python."""
     assert "websockets is not installed" in checkout.serves("--yes", PIP_USER="1").stderr
     assert (checkout.home / ".sandbox").is_dir() and not (checkout.home / ".local").exists()
     assert checkout.serves().stderr == ""
@@ -302,7 +308,8 @@ def test_an_installation_that_fails_leaves_nothing(checkout: Checkout) -> None:
     ran = checkout.run("--yes", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(checkout.home))
     assert ran.returncode == 1 and "No matching distribution found for websockets" in ran.stderr
     (log,) = (checkout.home / ".sandbox" / "logs").iterdir()
-    assert ran.stderr.endswith(f"  the whole output: {log}\n") and "ended with status 1" in ran.stderr
+    assert ran.stderr.endswith(f"  the whole output: {log}\n")
+    assert "ended with status 1" in ran.stderr
     assert [path.name for path in (checkout.home / ".sandbox").iterdir()] == ["logs"]
 
 
@@ -322,7 +329,8 @@ def test_another_library_than_the_lock_file_names_is_refused(checkout: Checkout,
     data["packages"]["node_modules/marked"]["version"] = "18.2.0"
     lock.write_text(json.dumps(data))
     built = checkout.build(PATH=path_without("npm", tmp_path / "bin"))
-    assert built.returncode == 1 and "marked-18.2.0.tgz is not what static/package-lock.json names" in built.stderr
+    assert built.returncode == 1
+    assert "marked-18.2.0.tgz is not what static/package-lock.json names" in built.stderr
     assert not checkout.vendor.exists() and not list((checkout.root / "static").glob(".vendor-*"))
 
 
@@ -332,4 +340,5 @@ def test_without_a_registry_the_pages_are_served_with_a_warning(checkout: Checko
     shutil.rmtree(checkout.vendor)
     away = {"PATH": path_without("npm", tmp_path / "bin"),
             "NPM_CONFIG_REGISTRY": f"http://127.0.0.1:{free_port()}"}
-    assert "is the registry reachable? NPM_CONFIG_REGISTRY names another" in checkout.serves(**away).stderr
+    said = checkout.serves(**away).stderr
+    assert "is the registry reachable? NPM_CONFIG_REGISTRY names another" in said

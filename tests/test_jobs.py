@@ -40,7 +40,8 @@ def test_a_command_streams_and_ends_with_its_status(service: Service, name: str)
     job = service.job(name, "echo out; sleep 0.3; echo err >&2; sleep 0.3; echo again; exit 7")
     assert (job["state"], job["kind"], job["exit"]) == ("running", "command", None)
     events = list(service.events(job))
-    assert [(n, d) for n, d, _ in events[1:-1]] == [("stdout", "out\n"), ("stderr", "err\n"), ("stdout", "again\n")]
+    told = [(name, data) for name, data, _ in events[1:-1]]
+    assert told == [("stdout", "out\n"), ("stderr", "err\n"), ("stdout", "again\n")]
     assert events[0][0] == "job" and events[-1][0] == "end" and events[-1][1]["exit"] == 7
     job = service.ended(job)
     assert (job["state"], job["exit"], job["size"]) == ("ended", 7, 14)
@@ -74,7 +75,8 @@ def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
     service.create(name)
     path = f"/api/sessions/{name}/jobs"
     polite = service.job(name,
-                         "trap 'echo interrupted; exit 3' INT; echo ready; while :; do sleep 0.1; done")
+                         "trap 'echo interrupted; exit 3' INT; echo ready; "
+                         "while :; do sleep 0.1; done")
     stubborn = service.job(name, "trap '' INT TERM; echo ready; sleep 98765")
     for job in (polite, stubborn):
         next(event for event in service.events(job) if event[1] == "ready\n")
@@ -89,7 +91,8 @@ def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
 def test_kill_9_of_the_server_loses_nothing(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name,
-                      "i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); sleep 0.01; done; exit 5")
+                      "i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); sleep 0.01; done; "
+                      "exit 5")
     seen = list(itertools.islice(service.events(job), 10))
     service.restart_after_kill()
     assert service.get(f"/api/sessions/{name}/jobs/{job['id']}").json["state"] == "running"
@@ -152,7 +155,8 @@ def test_what_alternates_costs_at_most_three_times_its_size(service: Service, na
     job = service.job(name,
                       "i=0; while [ $i -lt 3000 ]; do printf o; printf e >&2; i=$((i+1)); done")
     assert service.ended(job)["size"] == 6000
-    assert text_of(service, job, "stdout") == "o" * 3000 and text_of(service, job, "stderr") == "e" * 3000
+    assert text_of(service, job, "stdout") == "o" * 3000
+    assert text_of(service, job, "stderr") == "e" * 3000
     folder = service.engine.home / "jobs" / name / job["id"]
     assert (folder / "output").stat().st_size + (folder / "runs").stat().st_size <= 12_000
 
@@ -488,7 +492,8 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
         assert reply.status == 400 and reply.json["error"]["message"], wrong
     assert service.get(path).json["settings"]["env"] is None
     reply = service.post(path, {"env": {"A": "two\nlines"}, "network": "none"}, "PUT").json
-    assert reply["effective"]["network"] == "none" and reply["recreate"] == ["network: it has open, asked for is none"]
+    assert reply["effective"]["network"] == "none"
+    assert reply["recreate"] == ["network: it has open, asked for is none"]
     assert reply["configured"]["network"] == "open"
     job = service.job(name, 'echo "$A"')
     service.ended(job)
@@ -497,7 +502,8 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
     job = service.ended(service.job(name, "ls /sys/class/net"))
     assert text_of(service, job) == "lo\n"
     stored = service.engine.home / "sessions" / f"{name}.json"
-    assert stored.stat().st_mode & 0o777 == 0o600 and json.loads(stored.read_text())["network"] == "none"
+    assert stored.stat().st_mode & 0o777 == 0o600
+    assert json.loads(stored.read_text())["network"] == "none"
 
 
 @docker_only
@@ -508,7 +514,8 @@ def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Servic
     settings = {"env": {"A": "two\nlines", "B": "web"}, "autostart": 'echo "$B" >/tmp/started'}
     assert service.post(f"/api/sessions/{name}/settings", settings, "PUT").status == 200
     show = ("-x", 'echo "$A $B $C"')
-    for options, expected in (((), "two\nlines web configured\n"), (("-e", "B=flag"), "two\nlines flag configured\n")):
+    for options, expected in (((), "two\nlines web configured\n"),
+                              (("-e", "B=flag"), "two\nlines flag configured\n")):
         answer = engine.sandbox("run", "-n", name, *options, *show)
         assert (answer.returncode, answer.stdout) == (0, expected), answer.stderr
     assert service.post(f"/api/sessions/{name}/stop").status == 200
@@ -609,6 +616,8 @@ def test_foreign_containers_with_our_labels_are_listed_as_broken(
     for label, other in names.items():
         path = f"/api/sessions/{other}"
         assert service.get(path).json["state"] == "broken", label
+        if engine.id != "docker" and label != next(iter(FOREIGN)):
+            continue  # an engine has given the labels: what is then refused is one thing for all
         statuses = {}
         for end, method, body in FOR_WHOLE_ONES:
             reply = service.post(f"{path}/{end}", body, method)
@@ -675,7 +684,8 @@ def test_a_full_disk_is_said_and_the_status_is_there(service: Service, name: str
     try:
         job = service.ended(service.job(name, "head -c 3000000 /dev/zero | tr '\\0' x; exit 6"))
         assert (job["state"], job["exit"]) == ("ended", 6) and "No space left" in job["error"]
-        assert service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body == b"x" * job["size"]
+        output = service.get(f"/api/sessions/{name}/jobs/{job['id']}/output").body
+        assert output == b"x" * job["size"]
         reply = service.post(f"/api/sessions/{name}/command", {"command": "true"})
         assert reply.status == 507 and reply.json["error"]["hint"]
         assert service.get(f"/api/sessions/{name}/jobs").json[-1] == job

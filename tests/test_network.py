@@ -1,4 +1,5 @@
-"""Network allowlists on real engines. The outside is a container in the network namespace of a session's proxy."""
+"""Network allowlists on real engines. The outside is a container in the network namespace of a
+session's proxy."""
 
 import concurrent.futures
 import http.client
@@ -49,7 +50,8 @@ def test_an_allowed_name_is_reached(guarded: Guarded) -> None:
     answer = guarded.python(REACH)
     expected = [f"{PUBLIC} 80 api.test", f"{PUBLIC} 443 api.test", "over a socket"]
     assert answer.stdout.splitlines() == expected, answer.stderr
-    assert guarded.run("wget -q -O - http://api.test/").stdout == json.dumps([PUBLIC, 80, "api.test"])
+    fetched = guarded.run("wget -q -O - http://api.test/").stdout
+    assert fetched == json.dumps([PUBLIC, 80, "api.test"])
 
 
 def test_a_certificate_is_the_servers_own(guarded: Guarded) -> None:
@@ -67,13 +69,16 @@ def test_every_program_is_told(guarded: Guarded) -> None:
     env = json.loads(guarded.python(ENVIRONMENT, "-e", "HTTP_PROXY=http://10.0.0.1:1", "-e",
                                     "https_proxy=x").stdout)
     proxy = "http://127.0.0.1:3128"
-    assert {env[name] for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")} == {proxy}
-    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1" and env["NODE_USE_ENV_PROXY"] == "1"
+    names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+    assert {env[name] for name in names} == {proxy}
+    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
+    assert env["NODE_USE_ENV_PROXY"] == "1"
 
 
 def test_two_hundred_connections_beside_slow_and_broken_ones(guarded: Guarded) -> None:
     answer = guarded.python(CROWD)
-    assert answer.stdout.split() == ["200", "tunnels", "200", "answers", "20", "slow"], answer.stdout + answer.stderr
+    expected = ["200", "tunnels", "200", "answers", "20", "slow"]
+    assert answer.stdout.split() == expected, answer.stdout + answer.stderr
 
 
 CROWD = """
@@ -87,7 +92,8 @@ large = b"GET http://api.test/zeros/9999999 HTTP/1.0\\r\\n\\r\\n"
 for data in (b"", b"CONNECT api.test:80 HTTP/1.1\\r\\n\\r\\n", b"\\0" * 3000, large):
     for _ in range(10):
         with proxy(data) as broken:
-            broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+            reset = struct.pack("ii", 1, 0)
+            broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
 tunnels = [proxy(b"CONNECT api.test:80 HTTP/1.1\\r\\n\\r\\n") for _ in range(200)]
 print(sum(tunnel.recv(100).startswith(b"HTTP/1.1 200") for tunnel in tunnels), "tunnels")
 for tunnel in tunnels:
@@ -137,7 +143,8 @@ def neighbour(engine: Engine) -> Iterator[Path]:
 
 LISTEN = """
 import socket
-listeners = [socket.create_server(("", port)) for port in (8080, 9999)] + [socket.socket(socket.AF_UNIX)]
+listeners = [socket.create_server(("", port)) for port in (8080, 9999)]
+listeners.append(socket.socket(socket.AF_UNIX))
 listeners[-1].bind("\\0neighbour")
 listeners[-1].listen()
 import select
@@ -148,7 +155,8 @@ with open("notes", "w", buffering=1) as notes:
 """
 
 
-ADDRESSES = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{.Gateway}} {{end}}{{.NetworkSettings.IPAddress}}"
+ADDRESSES = ("{{range .NetworkSettings.Networks}}{{.IPAddress}} {{.Gateway}} {{end}}"
+             "{{.NetworkSettings.IPAddress}}")
 
 
 def host_addresses() -> set[str]:
@@ -162,7 +170,8 @@ def test_a_refusal_names_the_host_and_the_remedy(guarded: Guarded) -> None:
     script = "printf 'GET http://%s/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128"
     for host, named in (("other.test:8443", "other.test:8443"), ("private.test", "127.0.0.3")):
         answer = guarded.run(script % host).stdout
-        assert answer.startswith("HTTP/1.1 403 Forbidden") and f"{host.partition(':')[0]} port" in answer
+        assert answer.startswith("HTTP/1.1 403 Forbidden")
+        assert f"{host.partition(':')[0]} port" in answer
         assert answer.endswith(f"To allow it: sandbox net allow {guarded.name} {named}\n")
 
 
@@ -208,8 +217,10 @@ def test_check_and_log_are_lines_of_json(guarded: Guarded) -> None:
     for hosts, status in ((["api.test"], 0), (["api.test", "other.test"], 1), (["api.test:81"], 1)):
         answer = guarded.net("check", *hosts)
         rows = [json.loads(line) for line in answer.stdout.splitlines()]
-        assert (answer.returncode, [row["host"] for row in rows]) == (status, [h.split(":")[0] for h in hosts])
-        assert [row["verdict"] for row in rows] == ["deny" if "other" in h or ":" in h else "allow" for h in hosts]
+        assert answer.returncode == status
+        assert [row["host"] for row in rows] == [h.split(":")[0] for h in hosts]
+        expected = ["deny" if "other" in h or ":" in h else "allow" for h in hosts]
+        assert [row["verdict"] for row in rows] == expected
     with guarded.engine.popen("net", "log", guarded.name, "-f", **guarded.where) as log:
         assert log.stdout
         guarded.answers("api.test", "followed.test:99")
@@ -218,8 +229,9 @@ def test_check_and_log_are_lines_of_json(guarded: Guarded) -> None:
                 break
     row = json.loads(line)
     assert row.pop("time").endswith("Z")
-    assert row == {"session": guarded.name, "host": "followed.test", "port": 99, "verdict": "deny", "rule": "",
-                   "reason": "no rule allows it", "kind": "unlisted"}  # fmt: skip
+    assert row == {"session": guarded.name, "host": "followed.test", "port": 99,
+                   "verdict": "deny", "rule": "", "reason": "no rule allows it",
+                   "kind": "unlisted"}  # fmt: skip
     answer = guarded.net("log")
     rows = [json.loads(line) for line in answer.stdout.splitlines()]
     assert {"host": "api.test", "port": 80, "verdict": "allow",
@@ -362,7 +374,8 @@ def test_net_says_what_it_cannot_do(engine: Engine, guarded: Guarded, project: P
     before = guarded.rules()
     for args, status, message in table:
         answer = engine.sandbox("net", *args, **guarded.where)
-        assert (answer.returncode, answer.stdout) == (status, "") and message in answer.stderr, (args, answer)
+        assert (answer.returncode, answer.stdout) == (status, ""), (args, answer)
+        assert message in answer.stderr, (args, answer)
     assert guarded.rules() == before
     for command in (["rm", guarded.proxy], ["run", "-n", guarded.proxy, "-x", "true"]):
         answer = engine.sandbox(*command)
@@ -433,6 +446,7 @@ def variants(engine: Engine) -> Iterator[None]:
     "image, message",
     [(NO_PROGRAM, f"this image has no {PROGRAM}: build it again"),
      (BROKEN, "network proxy does not take port 3128")],
+    ids=["none", "broken"],
 )
 def test_without_a_proxy_no_session(
     engine: Engine, project: Path, home: Path, variants: None, name: str, image: str, message: str
@@ -440,7 +454,8 @@ def test_without_a_proxy_no_session(
     write_config(home, imageName=image)
     answer = engine.sandbox("run", "-n", name, "--allow", "api.test", "-x", "echo ran",
                             env={"SANDBOX_TRACE": "1"})
-    assert (answer.returncode, answer.stdout) == (125, "") and message in answer.stderr, answer.stderr
+    assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
+    assert message in answer.stderr, answer.stderr
     engine.sandbox("rm", name)  # a container that was started is kept
     assert leftovers(engine, answer.stderr) == []
 
@@ -459,7 +474,8 @@ def leftovers(engine: Engine, trace: str) -> list[str]:
 
 def test_nothing_stays_of_a_session(engine: Engine, project: Path, home: Path, name: str) -> None:
     trace = {"SANDBOX_TRACE": "1"}
-    for flags, message in ((["-v", "/nonexistent-dir:/x"], "/nonexistent-dir"), (["--iv", "9.9-common"], "no image")):
+    for flags, message in ((["-v", "/nonexistent-dir:/x"], "/nonexistent-dir"),
+                           (["--iv", "9.9-common"], "no image")):
         failed = engine.sandbox("run", "-n", name, "--allow", "api.test", *flags, "-x", "echo ran",
                                 env=trace)
         assert (failed.returncode, failed.stdout) == (125, "") and message in failed.stderr
@@ -512,7 +528,7 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
 
 
 def kill_while_it_creates(engine: Engine, name: str, seconds: float) -> str:
-    """Kill a run and the engine's clients so long after they were started; what it has said of them."""
+    """Kill a run and the engine's clients so long after their start; what it has said of them."""
     with engine.popen("run", "-n", name, "--allow", "api.test", "-x", "true",
                       env={"SANDBOX_TRACE": "1"}) as run:
         assert run.stderr
@@ -594,7 +610,8 @@ def row_of(service: Service, name: str) -> Any:
 
 def asked(service: Service, name: str) -> list[str]:
     """The statuses that the proxy gives inside for three addresses."""
-    ask = "printf 'GET http://127.0.0.%s/ HTTP/1.0\\r\\n\\r\\n' $n | nc 127.0.0.1 3128 | head -n 1; echo"
+    ask = ("printf 'GET http://127.0.0.%s/ HTTP/1.0\\r\\n\\r\\n' $n | nc 127.0.0.1 3128 "
+           "| head -n 1; echo")
     job = service.job(name, f"for n in 1 2 3; do {ask}; done")
     text = "".join(data for kind, data, _ in service.events(job) if kind == "stdout")
     return [line.strip().split(" ")[1] if line.strip() else ""
@@ -641,7 +658,8 @@ while time.monotonic() < end:
             break
         for _ in range(100):
             with socket.create_connection(listener.getsockname()):
-                fcntl.fcntl(listener, fcntl.F_SETFL, fcntl.fcntl(listener, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+                flags = fcntl.fcntl(listener, fcntl.F_GETFL)
+                fcntl.fcntl(listener, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
                 threading.Thread(target=steal, args=(listener,), daemon=True).start()
     time.sleep(0.2)
 os._exit(0)
@@ -673,7 +691,8 @@ def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine
     assert engine.sandbox(*run).stdout == "ran\n"
     for flags in (["--allow", "api.test"], ["--net", "none"]):
         answer = engine.sandbox(*run, *flags)
-        assert (answer.returncode, answer.stdout) == (125, "") and f"the network of {name} is open" in answer.stderr
+        assert (answer.returncode, answer.stdout) == (125, "")
+        assert f"the network of {name} is open" in answer.stderr
     assert engine.sandbox(*run, "--net", "open").stdout == "ran\n"
 
 
@@ -684,7 +703,8 @@ def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, p
     assert engine.sandbox(*run, "--net", "none").stdout == "ran\n"
     engine.run("rm", "-f", name)
     answer = engine.sandbox(*run)
-    assert (answer.returncode, answer.stdout) == (125, "") and "is gone, and its network was none" in answer.stderr
+    assert (answer.returncode, answer.stdout) == (125, "")
+    assert "is gone, and its network was none" in answer.stderr
     assert engine.sandbox(*run, "--net", "open").stdout == "ran\n"
     assert engine.sandbox(*run).stdout == "ran\n"
 

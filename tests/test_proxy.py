@@ -1,4 +1,5 @@
-"""The network proxy, run as it is: rules and decisions, strict requests, tunnels, gates, and what clients may do to it.
+"""The network proxy, run as it is: rules and decisions, strict requests, tunnels, gates, and what
+clients may do to it.
 
 Everything is on loopback, where only rules with the literal address let anyone through.
 """
@@ -216,7 +217,7 @@ class Sink(Outside):
 
 
 class Recorder(Outside):
-    """Answers once `mark` has come, ends its own direction, and keeps everything that ever comes."""
+    """Answers once `mark` has come, ends its own direction, and keeps all that ever comes."""
 
     def __init__(self, mark: bytes = b"\r\n\r\n", answer: bytes = b"HTTP/1.1 204 Fine\r\n\r\n",
                  address: str = OUTSIDE) -> None:
@@ -371,7 +372,8 @@ LABELS = ("a", "example", "EXAMPLE", "3com", "123", "0", "0x7f", "0X7F", "0x", "
           "255", "256", "01", "x" * 62, "x" * 63, "x" * 64)
 ADDRESSES = ("1.2.3.4", "01.2.3.4", "127.1", "::", "::1", "::1.", "2001:DB8::0:1",
              "::ffff:10.0.0.1", "::FFFF:a00:1", "::7f00:1", "::1.2.3.4", "64:ff9b::808:808",
-             "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7:8:9", "fe80::1%eth0", "a::b", ":::", "12345::", "::g")
+             "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7:8:9", "fe80::1%eth0", "a::b", ":::", "12345::",
+             "::g")
 PORTS = (*[""] * 4, ":1", ":80", ":443", ":0443", ":65535", ":65536", ":000443", ":0", ":", ":http",
          ":\u0663", ":+1", ":-1", ": 1", ":1_0", ":80\n", ":1:2")
 FRAMES = (*["{}"] * 4, "*.{}", "[{}]", "*.[{}]", "[*.{}]", "[{}", "{}]", "[[{}]]", "{}.", "{}..",
@@ -436,7 +438,8 @@ def decide(net: Proxy, where: str, allow: tuple[str, ...] = (),
 def test_a_decision_says_what_decided(net: Proxy) -> None:
     line = decide(net, "127.0.0.9:8080", ("a.org", "127.0.0.9:8080"))
     assert line.pop("time")[10] == "T"
-    assert line == {"session": "demo", "host": "127.0.0.9", "port": 8080, "verdict": "allow", "rule": "127.0.0.9:8080"}
+    assert line == {"session": "demo", "host": "127.0.0.9", "port": 8080, "verdict": "allow",
+                    "rule": "127.0.0.9:8080"}
     line = decide(net, "x.a.org", ("*.a.org",), ("x.a.org",))
     assert (line["verdict"], line["rule"], line["reason"], line["port"]) == (
         "deny", "x.a.org", "a rule denies it", 443)
@@ -580,7 +583,8 @@ def test_a_request_goes_on_in_origin_form(running: Proxy) -> None:
              "Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic x\r\nTrailer: X\r\n"
              "Upgrade: h2c\r\nCookie: a=\xe4\r\n\r\n").encode("latin-1"))
         assert answer == b"HTTP/1.1 200 OK\r\nX: y\r\n\r\nhello"
-        assert outside.request() == (f"GET /a?b=c HTTP/1.1\r\nHost: {outside.place}\r\nAccept: */*\r\n"
+        assert outside.request() == (f"GET /a?b=c HTTP/1.1\r\nHost: {outside.place}\r\n"
+                                     "Accept: */*\r\n"
                                      "Cookie: a=\xe4\r\nConnection: close\r\n\r\n").encode(
                                          "latin-1")
 
@@ -592,7 +596,8 @@ def test_the_path_stays_as_it_is(running: Proxy, target: str, path: str) -> None
     with Recorder() as outside:
         running.allow(outside.place)
         running.send(
-            f"GET HTTP://{outside.place}{target} HTTP/1.1\r\nHost: {outside.place}\r\n\r\n".encode())
+            f"GET HTTP://{outside.place}{target} HTTP/1.1\r\n"
+            f"Host: {outside.place}\r\n\r\n".encode())
         assert outside.request().startswith(f"GET {path} HTTP/1.1\r\n".encode())
 
 
@@ -618,7 +623,8 @@ def test_a_body_goes_on_exactly_and_nothing_after_it(running: Proxy, head: bytes
     with Recorder(mark=b"\r\n\r\n" + body) as outside:
         running.allow(outside.place)
         with running.connect() as sock:
-            data = f"POST http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n".encode() + head + body + after
+            line = f"POST http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n"
+            data = line.encode() + head + body + after
             for at in range(0, len(data), step):
                 sock.sendall(data[at:at + step])
             assert read_all(sock) == outside.answer
@@ -669,12 +675,14 @@ BAD_HEADS = [
     b"POST http://H/ HTTP/1.1\r\nHost: H\r\nContent-Length: -1\r\n\r\nx",
     b"POST http://H/ HTTP/1.1\r\nHost: H\r\nContent-Length: 0x1\r\n\r\nx",
     b"POST http://H/ HTTP/1.1\r\nHost: H\r\nContent-Length:\r\n\r\nx",
-    b"POST http://H/ HTTP/1.1\r\nHost: H\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST http://H/ HTTP/1.1\r\nHost: H\r\nContent-Length: 5\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"POST http://H/ HTTP/1.1\r\nHost: H\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     b"POST http://H/ HTTP/1.1\r\nHost: H\r\nTransfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
     b"POST http://H/ HTTP/1.1\r\nHost: H\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     b"POST http://H/ HTTP/1.1\r\nHost: H\r\nTransfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
-    b"POST http://H/ HTTP/1.1\r\nHost: H\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST http://H/ HTTP/1.1\r\nHost: H\r\nTransfer-Encoding: chunked\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"POST http://H/ HTTP/1.0\r\nHost: H\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"POST http://H/ HTTP/1.1\r\nHost: H\r\nX: " + b"a" * 65536 + b"\r\n\r\n",
     b"CONNECT localhost HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -772,8 +780,10 @@ def test_a_refused_address_is_what_to_allow(running: Proxy) -> None:
 
 def test_an_illegal_host_is_refused_and_never_looked_up(running: Proxy) -> None:
     running.allow("127.0.0.1", "10.0.0.1")
-    for host in ("0x7f.1", "127.1", "2130706433", "017700000001", "127.0.0.1%25lo", "a..b", "127.0.0.01"):
-        assert b" 403 " in running.send(f"GET http://{host}/ HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())[:16]
+    for host in ("0x7f.1", "127.1", "2130706433", "017700000001", "127.0.0.1%25lo", "a..b",
+                 "127.0.0.01"):
+        request = f"GET http://{host}/ HTTP/1.1\r\nHost: {host}\r\n\r\n"
+        assert b" 403 " in running.send(request.encode())[:16]
     assert {line["reason"] for line in running.lines()} == {"not a legal host name or address"}
 
 
@@ -794,7 +804,8 @@ def test_all_addresses_are_tried(running: Proxy) -> None:
         running.allow(f"localhost:{outside.port}", f"127.0.0.1:{outside.port}",
                       f"[::1]:{outside.port}")
         place = f"localhost:{outside.port}"
-        assert running.send(f"GET http://{place}/ HTTP/1.1\r\nHost: {place}\r\n\r\n".encode()) == outside.answer
+        request = f"GET http://{place}/ HTTP/1.1\r\nHost: {place}\r\n\r\n"
+        assert running.send(request.encode()) == outside.answer
 
 
 def test_every_line_of_the_log_is_one_json_object(running: Proxy) -> None:
@@ -910,7 +921,8 @@ def test_tls_with_another_name_is_refused(running: Proxy, certificate: Path,
         wait_for(lambda: outside.seen == [b""])
         line = running.lines()[-1]
         assert (line["verdict"], line["host"], line["rule"]) == ("deny", "localhost", "")
-        assert line["reason"] == f"the TLS handshake names {name or 'no host'}, the tunnel localhost"
+        named = name or "no host"
+        assert line["reason"] == f"the TLS handshake names {named}, the tunnel localhost"
         assert line["kind"] == "tls"
 
 
@@ -1145,7 +1157,8 @@ def test_a_request_in_a_tunnel(running: Proxy) -> None:
             sock.sendall(f"GET /a HTTP/1.1\r\nHost: {outside.place}\r\n\r\n"
                          "GET /b HTTP/1.1\r\nHost: other\r\n\r\n".encode())
             assert read_all(sock) == outside.answer
-        assert outside.request() == f"GET /a HTTP/1.1\r\nHost: {outside.place}\r\nConnection: close\r\n\r\n".encode()
+        expected = f"GET /a HTTP/1.1\r\nHost: {outside.place}\r\nConnection: close\r\n\r\n"
+        assert outside.request() == expected.encode()
 
 
 @pytest.mark.parametrize("data", [
@@ -1238,7 +1251,8 @@ def test_without_a_101_nothing_more_goes_up(running: Proxy) -> None:
         running.allow(outside.place)
         with running.connect() as sock:
             sock.sendall(
-                f"GET http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\nUpgrade: websocket\r\n"
+                f"GET http://{outside.place}/ HTTP/1.1\r\nHost: {outside.place}\r\n"
+                "Upgrade: websocket\r\n"
                          "Connection: upgrade\r\n\r\nGET /second HTTP/1.1\r\n\r\n".encode())
             assert read_all(sock) == outside.answer
         assert b"second" not in outside.request()
@@ -1248,7 +1262,8 @@ def test_without_a_101_nothing_more_goes_up(running: Proxy) -> None:
 
 
 def test_ten_megabytes_both_ways_at_once(running: Proxy) -> None:
-    up, down = b"\0" + random.Random(1).randbytes(10_000_000), random.Random(2).randbytes(10_000_000)
+    up = b"\0" + random.Random(1).randbytes(10_000_000)
+    down = random.Random(2).randbytes(10_000_000)
     seen: list[str] = []
 
     def handler(sock: socket.socket) -> None:
@@ -1262,7 +1277,8 @@ def test_ten_megabytes_both_ways_at_once(running: Proxy) -> None:
         with running.tunnel(OUTSIDE, outside.port) as sock:
             sender = threading.Thread(target=sock.sendall, args=(up,))
             sender.start()
-            assert hashlib.sha256(read_exactly(sock, len(down))).digest() == hashlib.sha256(down).digest()
+            received = hashlib.sha256(read_exactly(sock, len(down))).digest()
+            assert received == hashlib.sha256(down).digest()
             sender.join()
         wait_for(lambda: seen == [hashlib.sha256(up).hexdigest()])
 
@@ -1381,7 +1397,8 @@ print(sock.recv(100))
         done = subprocess.run(["unshare", "-n", sys.executable, "-c", session], env=net.env(),
                               capture_output=True,
                               text=True, timeout=60)
-        assert done.stdout.splitlines() == ["no way around", r"b'HTTP/1.1 200 Connection established\r\n\r\n'",
+        assert done.stdout.splitlines() == ["no way around",
+                                            r"b'HTTP/1.1 200 Connection established\r\n\r\n'",
                                             r"b'\x00hello'"], done.stderr
         with pytest.raises(ConnectionRefusedError):
             net.connect()  # it is there, and only there
@@ -1533,7 +1550,8 @@ def test_two_hundred_tunnels_at_once(running: Proxy) -> None:
 
 
 def test_the_one_too_many_is_told(running: Proxy) -> None:
-    with socket.create_server((OUTSIDE, 0), backlog=600) as outside, contextlib.ExitStack() as stack:
+    with (socket.create_server((OUTSIDE, 0), backlog=600) as outside,
+          contextlib.ExitStack() as stack):
         port = outside.getsockname()[1]
         running.allow(f"{OUTSIDE}:{port}")
         for _ in range(proxy.CONNECTIONS):

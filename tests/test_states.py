@@ -1,4 +1,5 @@
-"""What a machine can be in when the first command is given: each state is mended, or named with the one thing to do.
+"""What a machine can be in when the first command is given: each state is mended, or named with the
+one thing to do.
 
 `run` and `doctor` say the same of it. The machines are real, with real packages: see machine.py.
 """
@@ -110,7 +111,8 @@ def test_nobody_but_root_can_install(machine: Machine) -> None:
 def test_a_docker_that_this_machine_cannot_run(machine: Machine) -> None:
     """It is for another processor."""
     machine.remove(*DOCKER, "podman")
-    other = "b = bytearray(open('/bin/true', 'rb').read()); b[18] ^= 255; open('/usr/local/bin/docker', 'wb').write(b)"
+    other = ("b = bytearray(open('/bin/true', 'rb').read()); b[18] ^= 255; "
+             "open('/usr/local/bin/docker', 'wb').write(b)")
     machine.must("sh", "-c", f"python3 -c \"{other}\" && chmod 755 /usr/local/bin/docker")
     assert_said(machine, "engine", "/usr/local/bin/docker: Exec format error",
                 f"{INSTALL} docker.io")
@@ -151,8 +153,10 @@ def test_the_last_words_of_a_daemon_that_does_not_start_are_shown(stopped: Machi
     stopped.must("sh", "-c", "mkdir -p /etc/docker && echo oops >/etc/docker/daemon.json")
     ran = stopped.sandbox("run", "--yes", *RUN[1:])
     assert (ran.returncode, ran.stdout) == (125, "")
-    words = "unable to configure the Docker daemon with file /etc/docker/daemon.json: invalid character"
-    assert words in ran.stderr and "docker was started and has ended\n  mend that and try again\n" in ran.stderr
+    words = ("unable to configure the Docker daemon with file /etc/docker/daemon.json: "
+             "invalid character")
+    assert words in ran.stderr
+    assert "docker was started and has ended\n  mend that and try again\n" in ran.stderr
     assert not stopped.running("dockerd")
 
 
@@ -253,14 +257,18 @@ NOT_ON_PATH = "executable file not found in $PATH"
          ["newuidmap"]),
         (f'level=error msg="invalid internal status: exec: \\"newgidmap\\": {NOT_ON_PATH}"',
          ["newgidmap"]),
-        (f"Error: could not find pasta, the network namespace can't be configured: exec: \"pasta\": {NOT_ON_PATH}",
+        ("Error: could not find pasta, the network namespace can't be configured: "
+         f"exec: \"pasta\": {NOT_ON_PATH}",
          ["pasta"]),
-        ("Error: netavark: nftables error: unable to execute nft: No such file or directory (os error 2)", ["nft"]),
+        ("Error: netavark: nftables error: unable to execute nft: "
+         "No such file or directory (os error 2)", ["nft"]),
         ('Error: could not find "netavark" in one of [/usr/libexec/podman /usr/lib/podman].',
          ["netavark"]),
-        ("Error: could not find a working conmon binary (configured options: [/usr/bin/conmon]: ...)", ["conmon"]),
+        ("Error: could not find a working conmon binary "
+         "(configured options: [/usr/bin/conmon]: ...)", ["conmon"]),
         ('Error: default OCI runtime "crun" not found: invalid argument', ["crun"]),
-        (f'runc create failed: unable to start container process: exec: "python3": {NOT_ON_PATH}: unknown', []),
+        ("runc create failed: unable to start container process: "
+         f'exec: "python3": {NOT_ON_PATH}: unknown', []),
         ("Error: crun: executable file `foo` not found in $PATH: No such file or directory", []),
     ],
 )
@@ -281,7 +289,8 @@ def test_a_helper_of_rootless_podman_is_missing(podman: Machine, helper: str) ->
     row = doctor(podman, user=USER)["daemon"]
     assert row["status"] == "fail" and f"{INSTALL} {package}" in row["remedy"], row
     ran = podman.sandbox(*RUN, user=USER)
-    assert (ran.returncode, ran.stdout) == (125, "") and ran.stderr.endswith(f"  {row['remedy']}\n"), ran
+    assert (ran.returncode, ran.stdout) == (125, ""), ran
+    assert ran.stderr.endswith(f"  {row['remedy']}\n"), ran
     assert_mended(podman, f"{INSTALL} {package}", user=USER)
     assert {row["status"] for row in doctor(podman, user=USER).values()} <= {"ok", "warn"}
 
@@ -317,7 +326,8 @@ def test_no_user_ids_for_rootless_podman(podman: Machine) -> None:
     podman.must("sh", "-c", "echo other:300000:1000 >>/etc/subgid")
     detail = doctor(podman, user=USER)["daemon"]
     assert "/etc/subuid and /etc/subgid do not name this user" in detail["detail"]
-    assert "sudo usermod --add-subuids 301000-366535 --add-subgids 301000-366535" in detail["remedy"]
+    added = "sudo usermod --add-subuids 301000-366535 --add-subgids 301000-366535"
+    assert added in detail["remedy"]
     # which comes no further than to a base image
     built = podman.sandbox("build", "--yes", user=USER)
     assert built.returncode == 1 and "sandbox: run: sudo usermod" in built.stderr
@@ -361,7 +371,9 @@ def test_no_debootstrap(machine: Machine) -> None:
     (machine.engine.home / "sandbox.json").write_text("{}")
     built = machine.sandbox("build")
     hint = built.stderr.splitlines()[-1]
-    assert built.returncode == 1 and INSTALL in hint and "debian-archive-keyring" in hint, built.stderr
+    assert built.returncode == 1, built.stderr
+    assert INSTALL in hint, built.stderr
+    assert "debian-archive-keyring" in hint, built.stderr
 
 
 def test_a_base_image_takes_root(machine: Machine) -> None:
@@ -370,7 +382,8 @@ def test_a_base_image_takes_root(machine: Machine) -> None:
     (machine.engine.home / "sandbox.json").write_text("{}")
     ran = machine.sandbox("run", "--yes", "-x", "true", user=USER)
     assert ran.returncode == 125, ran.stderr
-    assert ran.stderr.splitlines()[-1].startswith("  ask an administrator to load debian:"), ran.stderr
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("  ask an administrator to load debian:"), ran.stderr
 
 
 # --- The web service ---
@@ -394,7 +407,9 @@ def test_a_python_without_its_virtual_environments(machine: Machine) -> None:
 
 def test_doctor_says_that_it_has_mended_nothing(stopped: Machine) -> None:
     answer = stopped.sandbox("doctor", "--fix")
-    assert answer.returncode == 1 and "nothing was changed" in answer.stderr and "--yes" in answer.stderr
+    assert answer.returncode == 1
+    assert "nothing was changed" in answer.stderr
+    assert "--yes" in answer.stderr
     assert not stopped.running("dockerd")
     answer = stopped.sandbox("doctor", "--fix", "--yes")
     assert "nothing was changed" not in answer.stderr and stopped.running("dockerd")

@@ -1,4 +1,5 @@
-"""Long work: what is shown of it on a terminal and without one, and what is left when it fails or is interrupted."""
+"""Long work: what is shown of it on a terminal and without one, and what is left when it fails or
+is interrupted."""
 
 import os
 import re
@@ -67,7 +68,9 @@ def test_a_step_that_fails_shows_its_last_lines_and_names_its_log(tmp_path: Path
 
 def test_verbose_lets_everything_through(tmp_path: Path) -> None:
     answer = run(tmp_path, "echo one; exit 3", SANDBOX_VERBOSE="1")
-    assert answer.returncode == 1 and answer.stderr.splitlines()[1] == "one" and logs(tmp_path) == []
+    assert answer.returncode == 1
+    assert answer.stderr.splitlines()[1] == "one"
+    assert logs(tmp_path) == []
 
 
 def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -84,7 +87,9 @@ def test_a_home_that_cannot_be_written_keeps_nobody_from_working(tmp_path: Path)
     assert (answer.returncode, logs(tmp_path)) == (1, [])
     (tmp_path / "full").write_text("")
     answer = run(tmp_path / "full", "echo ran; exit 3")
-    assert answer.returncode == 1 and "  ran\n" in answer.stderr and "see its output above" in answer.stderr
+    assert answer.returncode == 1
+    assert "  ran\n" in answer.stderr
+    assert "see its output above" in answer.stderr
 
 
 def pty(home: Path, *lines: str) -> Terminal:
@@ -113,7 +118,8 @@ def test_on_a_terminal_one_block_shows_step_time_and_last_line(tmp_path: Path) -
 def test_what_is_interrupted_ends_and_says_so(tmp_path: Path, number: int, status: int) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    line = f"trap 'rm {tmp_path}/half; exit 1' TERM; touch {tmp_path}/half; echo ready >{fifo}; sleep 600 & wait"
+    line = (f"trap 'rm {tmp_path}/half; exit 1' TERM; touch {tmp_path}/half; "
+            f"echo ready >{fifo}; sleep 600 & wait")
     with Process(argv(line), stderr=subprocess.PIPE, encoding="utf-8", start_new_session=True,
                  **where(tmp_path)) as process:
         assert fifo.read_text() == "ready\n"

@@ -1,4 +1,4 @@
-"""`run` on a real terminal: the exit menu, the shell, sizes and keys. Each test runs on every engine."""
+"""`run` on a real terminal: the exit menu, the shell, sizes and keys, on every engine."""
 
 import os
 import termios

@@ -1,4 +1,5 @@
-"""Terminals over WebSockets on real engines: every byte both ways, resume, sharing, and nothing left inside."""
+"""Terminals over WebSockets on real engines: every byte both ways, resume, sharing, and nothing
+left inside."""
 
 import hashlib
 import http.client
@@ -179,7 +180,8 @@ def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Ser
 @docker_only
 def test_a_viewer_that_never_acknowledges_is_resynchronised(service: Service, name: str) -> None:
     service.create(name)
-    with service.terminal(name) as writer, service.terminal(name, f"id={writer.hello['id']}&view=1") as mute:
+    with (service.terminal(name) as writer,
+          service.terminal(name, f"id={writer.hello['id']}&view=1") as mute):
         run(writer, "seq 1 1000000; echo do''ne")
         mute.acked = 1 << 60  # so that it sends none
         writer.expect("done")

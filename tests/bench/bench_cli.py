@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/bench/bench_cli.py [--runtime podman] [-n 20]
 
-Needs root, the engine, and the image that tests/prepare makes. Measures the zipapp, made for the running
-interpreter. Each pair runs A B A B …; a row is the median of B, of A, of B/A with its quartiles, and the ceiling
-that the project has set itself.
+Needs root, the engine, and the image that tests/prepare makes. Measures the zipapp, made for the
+running interpreter. Each pair runs A B A B …; a row is the median of B, of A, of B/A with its
+quartiles, and the ceiling that the project has set itself.
 """
 
 import argparse
@@ -37,7 +37,8 @@ def pair(title: str, ceiling: float, count: int, ours: Callable[[], float],
     low, middle, high = statistics.quantiles(ratios, n=4)
     ms = [1000 * statistics.median(column) for column in zip(*rows, strict=True)]
     print(
-        f"{title:34} {ms[1]:7.1f} ms  {ms[0]:7.1f} ms  {middle:5.2f} ({low:.2f}-{high:.2f})  ceiling {ceiling}")
+        f"{title:34} {ms[1]:7.1f} ms  {ms[0]:7.1f} ms  {middle:5.2f} ({low:.2f}-{high:.2f})  "
+        f"ceiling {ceiling}")
     return middle <= ceiling
 
 

@@ -1,9 +1,11 @@
-"""What a network allowlist costs: each figure with its quartiles and the ceiling that the project has set itself.
+"""What a network allowlist costs: each figure with its quartiles and the ceiling that the project
+has set itself.
 
     .venv/bin/python tests/bench/bench_network.py [--runtime podman] [-n 20]
 
-Needs root, the engine, the image that tests/prepare makes, and openssl. The outside is a container in the network
-namespace of the session's proxy; "direct" is a client beside it there, "proxied" one in the session.
+Needs root, the engine, the image that tests/prepare makes, and openssl. The outside is a container
+in the network namespace of the session's proxy; "direct" is a client beside it there, "proxied" one
+in the session.
 """
 
 import argparse
@@ -42,7 +44,8 @@ class TlsServer(http.server.ThreadingHTTPServer):
 context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 context.load_cert_chain("/certificate/cert.pem", "/certificate/key.pem")
 http.server.ThreadingHTTPServer.request_queue_size = 512
-plain, tls = http.server.ThreadingHTTPServer(("127.0.0.1", 8080), Handler), TlsServer(("127.0.0.1", 8443), Handler)
+plain = http.server.ThreadingHTTPServer(("127.0.0.1", 8080), Handler)
+tls = TlsServer(("127.0.0.1", 8443), Handler)
 if os.fork():
     plain.serve_forever()
 tls.serve_forever()
@@ -67,7 +70,8 @@ def once():
         url = "http://127.0.0.1:8080" + url
     if kind == "tls":
         sock = context.wrap_socket(sock)
-    sock.sendall(f"GET {url} HTTP/1.1\\r\\nHost: 127.0.0.1:{port}\\r\\nConnection: close\\r\\n\\r\\n".encode())
+    request = f"GET {url} HTTP/1.1\\r\\nHost: 127.0.0.1:{port}\\r\\nConnection: close\\r\\n\\r\\n"
+    sock.sendall(request.encode())
     head, _, body = sock.recv(65536).partition(b"\\r\\n\\r\\n")
     assert b" 200 " in head, head
     left, buffer = count - len(body), bytearray(1 << 18)
@@ -91,7 +95,7 @@ sys.stdin.read()
 
 
 class Bench:
-    """A session with an allowlist, its outside, and a client's container beside that; all gone after end()."""
+    """A session with an allowlist, its outside, and a client beside that; end() removes all."""
 
     def __init__(self, engine: str, home: str) -> None:
         self.engine, self.home, self.stem = engine, home, f"bench-net-{os.getpid()}"
@@ -107,7 +111,8 @@ class Bench:
     def open(self) -> None:
         self.run(self.stem, "--allow", "127.0.0.1:8080", "--allow", "127.0.0.1:8443")
         label = '{{index .Config.Labels "sandbox.session"}}'
-        self.proxy = "sandbox-proxy-" + self.ask("container", "inspect", "--format", label, self.stem)
+        session = self.ask("container", "inspect", "--format", label, self.stem)
+        self.proxy = f"sandbox-proxy-{session}"
         quiet(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
                "/CN=127.0.0.1",
                "-keyout", f"{self.home}/key.pem", "-out", f"{self.home}/cert.pem"])  # fmt: skip
@@ -142,8 +147,8 @@ class Bench:
         """The proxy's resident memory while it holds its connections."""
         holder = self.inside(self.stem, HOLD, str(CONNECTIONS))
         assert read(holder) == str(CONNECTIONS)
-        status = Path(
-            f"/proc/{self.ask('container', 'inspect', '--format', '{{.State.Pid}}', self.proxy)}/status")
+        pid = self.ask("container", "inspect", "--format", "{{.State.Pid}}", self.proxy)
+        status = Path("/proc", pid, "status")
         kilobytes = next(int(line.split()[1]) for line in status.read_text().splitlines()
                          if line.startswith("VmRSS"))
         holder.communicate()
@@ -186,12 +191,13 @@ def paired(bench: Bench, kind: str, size: int, count: int) -> list[tuple[float, 
 def show(title: str, rows: Sequence[tuple[float, float]], figure: Callable[[float, float], float],
          unit: str,
          ceiling: float, least: bool = False) -> bool:
-    """Print the median of each side and of a figure made from each pair; whether that keeps its limit."""
+    """Print the medians of both sides and of each pair's figure; whether that keeps its limit."""
     low, middle, high = statistics.quantiles([figure(a, b) for a, b in rows], n=4)
     plain, ours = (1000 * statistics.median(column) for column in zip(*rows, strict=True))
     limit = f"{'at least' if least else 'at most'} {ceiling:g}{unit}"
     print(
-        f"{title:38} {plain:8.1f} ms {ours:8.1f} ms  {middle:6.2f}{unit} ({low:.2f}-{high:.2f})  {limit}")
+        f"{title:38} {plain:8.1f} ms {ours:8.1f} ms  "
+        f"{middle:6.2f}{unit} ({low:.2f}-{high:.2f})  {limit}")
     return middle >= ceiling if least else middle <= ceiling
 
 

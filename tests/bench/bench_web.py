@@ -2,9 +2,10 @@
 
     .venv/bin/python tests/bench/bench_web.py [PART …]
 
-Needs root, docker, and the image that tests/prepare makes; the part `page` needs chromium. It starts a server of its
-own from a zipapp made for the running interpreter, and sessions, and removes them all. Where something is compared,
-both sides are measured in turn in one run; a row is a median with what it was made of and, in brackets, quartiles.
+Needs root, docker, and the image that tests/prepare makes; the part `page` needs chromium. It
+starts a server of its own from a zipapp made for the running interpreter, and sessions, and removes
+them all. Where something is compared, both sides are measured in turn in one run; a row is a median
+with what it was made of and, in brackets, quartiles.
 """
 
 import argparse
@@ -25,7 +26,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness import Bare, Client, Server, Table, WebSocket, build_zipapp, median, p99, quartiles, ready, until
+from harness import (
+    Bare,
+    Client,
+    Server,
+    Table,
+    WebSocket,
+    build_zipapp,
+    median,
+    p99,
+    quartiles,
+    ready,
+    until,
+)
 
 ROUNDS, KEYS = 7, 200
 FLOOD = b"yes 0123456789abcdef0123456789abcdef0123456789abcdef | head -c 50000000; echo do''ne\n"
@@ -79,7 +92,8 @@ def echo(server: Server, table: Table) -> None:
     table.row("echo, added at the median", median(ours) - median(theirs), "ms",
               f"{median(ours):.2f} over {median(theirs):.2f} {quartiles(added)}", most=0.4)
     table.row("echo, p99 over that of the bare PTY", p99(ours) / p99(theirs), "x",
-              f"{p99(ours):.2f} over {p99(theirs):.2f} ms {quartiles([p99(a) / p99(b) for a, b in rounds])}", most=1.3)
+              f"{p99(ours):.2f} over {p99(theirs):.2f} ms "
+              f"{quartiles([p99(a) / p99(b) for a, b in rounds])}", most=1.3)
 
 
 def flood_mb_per_second(client: Client) -> float:
@@ -103,7 +117,8 @@ def interrupt_ms(web: WebSocket) -> float:
 def flood(server: Server, table: Table) -> None:
     """50 MB of text, beside a bare PTY, and Ctrl-C in an endless flood."""
     session = server.session()
-    web, bare = ready(WebSocket(server, session), b"stty -echo"), ready(Bare(session), b"stty -echo")
+    web = ready(WebSocket(server, session), b"stty -echo")
+    bare = ready(Bare(session), b"stty -echo")
     flood_mb_per_second(web), flood_mb_per_second(bare)
     speeds = [(flood_mb_per_second(web), flood_mb_per_second(bare)) for _ in range(ROUNDS)]
     ratios = [ours / theirs for ours, theirs in speeds]
@@ -118,7 +133,7 @@ def flood(server: Server, table: Table) -> None:
 
 
 def stalled(server: Server, table: Table) -> None:
-    """A reader that takes nothing for a minute of a flood: what it costs, and whether others notice."""
+    """A reader that takes nothing for a minute of a flood: its cost, and whether others notice."""
     session = server.session()
     slow = ready(WebSocket(server, session))
     with raw_pair(server, session) as (web, bare):
@@ -136,14 +151,16 @@ def stalled(server: Server, table: Table) -> None:
 
 
 def echo_beside(table: Table, title: str, before: Pairs, during: Pairs) -> None:
-    """How much longer the echo takes while something else goes on, beside how much longer a bare PTY's takes."""
+    """How much longer the echo takes while something goes on, beside a bare PTY's echo."""
     added = [[median(a) - median(b) for a, b in pairs] for pairs in (before, during)]
     quiet, busy = joined(before), joined(during)
     table.row(f"{title}, added", median(added[1]) - median(added[0]), "ms",
-              f"{median(quiet[0]):.2f} then {median(busy[0]):.2f}; bare {median(quiet[1]):.2f} then "
+              f"{median(quiet[0]):.2f} then {median(busy[0]):.2f}; "
+              f"bare {median(quiet[1]):.2f} then "
               f"{median(busy[1]):.2f} {quartiles(added[1])}", most=0.1)
     table.row(f"{title}, p99 over bare", p99(busy[0]) / p99(busy[1]), "x",
-              f"{p99(quiet[0]):.2f} then {p99(busy[0]):.2f}; bare {p99(quiet[1]):.2f} then {p99(busy[1]):.2f} ms",
+              f"{p99(quiet[0]):.2f} then {p99(busy[0]):.2f}; "
+              f"bare {p99(quiet[1]):.2f} then {p99(busy[1]):.2f} ms",
               most=1.3)
 
 
@@ -172,8 +189,9 @@ def close_all(opened: list[WebSocket]) -> None:
 def memory(server: Server, table: Table) -> None:
     """Resident memory when idle, for each terminal, and what is left after many have come and gone.
 
-    It should be back at the start, and is not quite: glibc keeps 13 kB of each thread's stack for the next one,
-    Python the pages of its own heap. The limits here say that this is little and does not grow.
+    It should be back at the start, and is not quite: glibc keeps 13 kB of each thread's stack for
+    the next one, Python the pages of its own heap. The limits here say that this is little and does
+    not grow.
     """
     time.sleep(2)
     table.row("resident after the start", server.resident_mb(), "MB", most=32)
@@ -181,7 +199,8 @@ def memory(server: Server, table: Table) -> None:
     for path in ("/", "/preview", "/api/sessions", f"/api/sessions/{session}"):
         server.request("GET", path)
     close_all(shells(server, session, 1))
-    start, inside, before = settled(server), processes_inside(session), (server.threads(), server.descriptors())
+    start, inside = settled(server), processes_inside(session)
+    before = (server.threads(), server.descriptors())
     left = []
     for turn in range(TIMES):
         opened = shells(server, session, TERMINALS)
@@ -271,8 +290,10 @@ def sessions(server: Server, table: Table) -> None:
     table.row(f"engine calls at once, {POLLERS} pages flat out", most, "",
               f"{calls / 5:.1f} a second", most=1)
     with raw_pair(server, server.sessions[0]) as (web, bare):
-        for title, pages, seconds in ((f"{POLLERS} pages", POLLERS, POLL_SECONDS), ("one flat out", 1, 0)):
-            before, during = list[tuple[list[float], list[float]]](), list[tuple[list[float], list[float]]]()
+        for title, pages, seconds in ((f"{POLLERS} pages", POLLERS, POLL_SECONDS),
+                                      ("one flat out", 1, 0)):
+            before = list[tuple[list[float], list[float]]]()
+            during = list[tuple[list[float], list[float]]]()
             for _ in range(ROUNDS):
                 before.append((echo_ms(web), echo_ms(bare)))
                 with polled(server, pages, seconds):
@@ -349,7 +370,8 @@ def supervisor(folder: Path) -> int:
 
 
 def turn(server: Server, table: Table) -> None:
-    """An agent's turn through the events of a job, beside the same command's output from `docker exec`."""
+    """An agent's turn through the events of a job, beside the same command's output from `docker
+    exec`."""
     session = server.session()
     delays, added, costs = list[float](), list[float](), list[list[float]]()
     for _ in range(3):
@@ -453,7 +475,8 @@ def life_seconds(held: list[socket.socket], drip: bytes = b"") -> float:
 
 
 def crowd(server: Server, table: Table) -> None:
-    """Other requests while many connections are held that ask nothing, and how long and how many may be held."""
+    """Other requests while many connections are held that ask nothing, and how long and how many
+    may be held."""
     path = f"/api/sessions/{server.session()}/jobs"
     requests_ms(server, path)
     pairs: Pairs = []
@@ -475,7 +498,8 @@ def crowd(server: Server, table: Table) -> None:
     table.row("connections held of 800 tried", server.descriptors() - before, "", most=650)
     for sock in held:
         sock.close()
-    for title, sent, drip, most in (("half a head", HALF, b"", 11), ("a head byte by byte", HALF, b"x", 11),
+    for title, sent, drip, most in (("half a head", HALF, b"", 11),
+                                    ("a head byte by byte", HALF, b"x", 11),
                                     ("nothing", b"", b"", 61)):
         table.row(f"life of a connection that sends {title}",
                   life_seconds(connections(server, 1, sent), drip), "s",
@@ -525,7 +549,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sandbox = build_zipapp(folder)
         for name in names:
             print(
-                f"\n{name}: {str(parts[name].__doc__).splitlines()[0]}  (load {os.getloadavg()[0]:.1f})", flush=True)
+                f"\n{name}: {str(parts[name].__doc__).splitlines()[0]}  "
+                f"(load {os.getloadavg()[0]:.1f})", flush=True)
             with Server(sandbox) as server:
                 parts[name](server, table)
     return int(not table.fine)

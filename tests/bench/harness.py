@@ -1,4 +1,5 @@
-"""What the benchmarks share: statistics, a server of their own with sessions, and clients with little of their own."""
+"""What the benchmarks share: statistics, a server of their own with sessions, and clients with
+little of their own."""
 
 import base64
 import http.client
@@ -41,7 +42,7 @@ def quartiles(values: Sequence[float]) -> str:
 
 
 class Table:
-    """Prints one row for each figure with its ceiling (or floor) and remembers whether all were kept."""
+    """Prints a row for each figure with its ceiling or floor; remembers whether all were kept."""
 
     def __init__(self) -> None:
         self.fine = True
@@ -49,7 +50,9 @@ class Table:
     def row(self, title: str, value: float, unit: str, note: str = "", *, most: float | None = None,
             least: float | None = None) -> None:
         kept = (most is None or value <= most) and (least is None or value >= least)
-        limit = f"at most {most:g}" if most is not None else f"at least {least:g}" if least is not None else ""
+        limit = f"at least {least:g}" if least is not None else ""
+        if most is not None:
+            limit = f"at most {most:g}"
         self.fine = self.fine and kept
         print(f"{title:50} {value:9.2f} {unit:5} {limit:14} {'' if kept else 'MISSED':7}{note}",
               flush=True)
@@ -66,7 +69,7 @@ def build_zipapp(folder: str) -> list[str]:
 
 
 class Server:
-    """`sandbox serve` on docker with a home of its own; what it made goes with its `with` statement."""
+    """`sandbox serve` on docker with a home of its own; its `with` statement removes all of it."""
 
     def __init__(self, sandbox: Sequence[str]) -> None:
         """`sandbox` is what build_zipapp() gave."""
@@ -269,7 +272,7 @@ def until(client: Client, mark: bytes) -> int:
 
 
 def ready(client: Client, line: bytes = b"true") -> Any:
-    """The client, when the shell has carried out the line and waits; in raw mode it then echoes what it is given."""
+    """The client, when the shell has carried out the line and waits; in raw mode it echoes."""
     time.sleep(0.5)
     client.write(line + b"; echo rea''dy" + (b"; exec cat\n" if b"raw" in line else b"\n"))
     until(client, b"ready")
