@@ -213,14 +213,10 @@ class Request:
                  raw: bytes, address: str) -> None:
         self.method, self.target, self.version = method, target, version
         self.headers, self.raw, self.address = headers, raw, address
-        self.length = content_length(headers)
+        self.length = int(headers.get("content-length", "0"))
         self.body = b""
         # From the gateway: the path, decoded once, and the id of the login that the cookie proves.
         self.path, self.query, self.login = "", dict[str, str](), ""
-
-    @property
-    def upgrade(self) -> bool:
-        return "upgrade" in self.headers
 
     @property
     def keeps_alive(self) -> bool:
@@ -274,6 +270,9 @@ def parse_head(raw: bytes, address: str) -> Request:
     if "transfer-encoding" in headers:
         raise Malformed("not_implemented", "Transfer-Encoding is not supported",
                         "send Content-Length")
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit() and len(length) < 12):
+        raise Malformed("bad_request", "Content-Length is not a number")
     return Request(words[0], words[1], words[2], headers, raw, address)
 
 
@@ -294,13 +293,6 @@ def parse_headers(lines: Sequence[str]) -> dict[str, str]:
             value = headers[name] + ("; " if name == "cookie" else ", ") + value
         headers[name] = value
     return headers
-
-
-def content_length(headers: Mapping[str, str]) -> int:
-    text = headers.get("content-length", "0")
-    if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise Malformed("bad_request", "Content-Length is not a number")
-    return int(text)
 
 
 def split_target(target: str) -> tuple[str, dict[str, str]]:
@@ -418,14 +410,9 @@ class Stream:
         self.type, self.run, self.close = type, run, close
 
 
-class Upgrade:
-    """The connection goes to a terminal.
-
-    `attach` takes it, what was read ahead, and what to call at its end.
-    """
-
-    def __init__(self, attach: Callable[[socket.socket, bytes, Callable[[], None]], None]) -> None:
-        self.attach = attach
+# What takes the connection over: called with it, what was read ahead, and what to call at its end.
+Upgrade = Callable[[socket.socket, bytes, Callable[[], None]], None]
+Reply = Answer | Stream | Upgrade
 
 
 def json_answer(data: object, status: int = 200,
@@ -497,7 +484,7 @@ def is_loopback(address: str) -> bool:
 
 def check_origin(request: Request, secure: bool) -> None:
     """Refuse what another site's page sends. Programs send neither of the two headers."""
-    if request.method in ("GET", "HEAD") and not request.upgrade:
+    if request.method in ("GET", "HEAD") and "upgrade" not in request.headers:
         return
     origin, host = request.headers.get("origin"), request.headers["host"].lower()
     if origin is None and request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
@@ -572,7 +559,7 @@ class Gateway:
         self.cookie = f"sandbox_{address[1]}"  # cookies know no ports: two servers would share one
         self.throttle = Throttle()
         self.lock = threading.Lock()
-        self.held: dict[str, set[socket.socket]] = {}  # open streams and terminals, by login
+        self.held: dict[socket.socket, str] = {}  # open streams and terminals, and their logins
         self.secret, self.ended = self.load()
         self.key = hmac.digest(self.secret, self.account, "sha256")
 
@@ -652,35 +639,20 @@ class Gateway:
         with self.lock:
             now = time.time()
             self.ended = {id: e for id, e in self.ended.items() if e > now} | {id: float(expiry)}
-            self.cut(login)
+            self.cut_ended()
             self.store(self.secret, self.ended)
 
     def hold(self, login: str, sock: socket.socket) -> None:
         """Have a connection end with its login, at once where that has ended already."""
-        with self.lock:
-            self.held.setdefault(login, set()).add(sock)
-            if not self.is_live(login):
-                self.cut(login)
-
-    def release(self, login: str, sock: socket.socket) -> None:
-        """A connection has ended."""
-        with self.lock:
-            socks = self.held[login]
-            socks.discard(sock)
-            if not socks:
-                del self.held[login]
-
-    def end_expired(self) -> None:
-        """End the connections of logins whose time is over."""
-        with self.lock:
-            for login in self.held:
-                if not self.is_live(login):
-                    self.cut(login)
-
-    def cut(self, login: str) -> None:
-        """Shut the connections of a login down: it wakes who waits for them or writes to them."""
-        for sock in self.held.get(login, ()):
+        self.held[sock] = login
+        if not self.is_live(login):
             shut_down(sock)
+
+    def cut_ended(self) -> None:
+        """Shut the connections of ended logins down: it wakes who waits for them or writes."""
+        for sock, login in list(self.held.items()):
+            if not self.is_live(login):
+                shut_down(sock)
 
 
 def shut_down(sock: socket.socket) -> None:
@@ -714,10 +686,8 @@ class Server(ThreadingHTTPServer):
         self.app, self.tls = app, tls
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
-        # Oldest first: connections without a login, and those with one that wait for a request.
-        self.anonymous: dict[Handler, None] = {}
-        self.idle: dict[Handler, None] = {}
-        self.members: dict[Handler, None] = {}  # all with a login
+        # Whether each waits for a request; the one for which this changed last is the last.
+        self.waiting: dict[Handler, bool] = {}
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
@@ -727,15 +697,12 @@ class Server(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self.room:
-            self.count += 1
-            chosen = self.next_to_go() if self.count > CONNECTIONS else None
-        if chosen:
-            shut_down(chosen.connection)
         try:
             with self.room:
+                self.count += 1
+                ending = self.count > CONNECTIONS and self.end_first()
                 enough = self.room.wait_for(lambda: self.count <= CONNECTIONS + SPARE_CONNECTIONS,
-                                            ROOM_SECONDS if chosen else 0)
+                                            ROOM_SECONDS if ending else 0)
             if not enough:
                 raise OSError("too many connections")
             super().process_request(request, client_address)
@@ -743,41 +710,35 @@ class Server(ThreadingHTTPServer):
             self.count_out()
             self.shutdown_request(request)
 
-    def next_to_go(self) -> Handler | None:
-        """The connection that makes room, taken out of the lists."""
-        known = {member.network for member in self.members}
-        strangers = [handler for handler in self.anonymous if handler.network not in known]
-        chosen = next(iter([*strangers, *self.anonymous, *self.idle]), None)
+    def end_first(self) -> bool:
+        """End the connection that makes room; whether there is one."""
+        known = {handler.network for handler in self.waiting if handler.login}
+        anonymous = [handler for handler in self.waiting if not handler.login]
+        strangers = [handler for handler in anonymous if handler.network not in known]
+        idle = [handler for handler, waits in self.waiting.items() if waits and handler.login]
+        chosen = next(iter([*strangers, *anonymous, *idle]), None)
         if chosen:
-            self.forget(chosen)
-        return chosen
+            del self.waiting[chosen]
+            shut_down(chosen.connection)
+        return chosen is not None
 
-    def place(self, handler: Handler, login: bool, waits: bool = False) -> None:
-        """Note who a connection belongs to, and whether it waits for a request."""
+    def place(self, handler: Handler, waits: bool) -> None:
+        """Note whether a connection waits for a request."""
         with self.room:
-            self.forget(handler)
-            if not login:
-                self.anonymous[handler] = None
-                return
-            self.members[handler] = None
-            if waits:
-                self.idle[handler] = None
-
-    def forget(self, handler: Handler) -> None:
-        for group in (self.anonymous, self.idle, self.members):
-            group.pop(handler, None)
+            self.waiting.pop(handler, None)
+            self.waiting[handler] = waits
 
     def count_out(self, handler: Handler | None = None) -> None:
         """Make the room of a connection that is gone free."""
         with self.room:
             self.count -= 1
             if handler:
-                self.forget(handler)
+                self.waiting.pop(handler, None)
             self.room.notify()
 
     def service_actions(self) -> None:
         """What is to be done twice a second."""
-        self.app.gateway.end_expired()
+        self.app.gateway.cut_ended()
         self.most = max(self.most, self.count)
         if self.most - self.count > CONNECTIONS_TRIMMED:
             self.most = self.count
@@ -795,7 +756,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         self.handed_over = False
-        self.login = self.held = ""  # of the last request; of what is open now
+        self.login = ""  # of the last request
         self.network = throttled_as(str(self.client_address[0]))
         self.connection = socket.socket(fileno=self.request.detach())
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -810,17 +771,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def leave(self) -> None:
         """The connection has ended, here or in a terminal."""
-        if self.held:
-            self.server.app.gateway.release(self.held, self.connection)
+        self.server.app.gateway.held.pop(self.connection, None)
         self.server.count_out(self)
 
-    def hold(self, login: str) -> None:
-        """Let the connection end with its login."""
-        self.held = login
-        self.server.app.gateway.hold(login, self.connection)
-
     def handle(self) -> None:
-        self.server.place(self, login=False)
+        self.server.place(self, waits=False)
         with suppress(OSError, EOFError):  # the client has gone, or is too slow
             if tls := self.server.tls:
                 self.connection.settimeout(HEAD_SECONDS)
@@ -834,42 +789,34 @@ class Handler(BaseHTTPRequestHandler):
 
     def serve_request(self) -> bool:
         """Read a request and answer it; whether the connection stays."""
-        self.server.place(self, bool(self.login), waits=True)
+        self.server.place(self, waits=True)
         self.wire.wait()
         self.request_now: Request | None = None
         self.unread, began = False, time.monotonic()
         answer = self.answer_next()
         request = self.request_now
+        self.connection.settimeout(WRITE_SECONDS)
         if isinstance(answer, Answer):
             keep = request is not None and request.keeps_alive and not self.unread
-            self.connection.settimeout(WRITE_SECONDS)
             self.connection.sendall(serialize(answer, request, keep, self.bare))
             self.log_answer(answer.status, began)
             if self.unread:
                 self.linger()
             return keep
-        assert request
-        self.hold(request.login)
-        if isinstance(answer, Stream):
-            try:
-                self.send_stream(answer, began)
-            finally:
-                answer.close()
-        else:
-            self.log_answer(101, began)
-            answer.attach(self.connection, bytes(self.wire.buffer), self.leave)
+        self.server.app.gateway.hold(self.login, self.connection)
+        self.log_answer(200 if isinstance(answer, Stream) else 101, began)
+        if not isinstance(answer, Stream):
+            answer(self.connection, bytes(self.wire.buffer), self.leave)
             self.handed_over = True
+            return False
+        headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
+        with closing(answer):
+            self.connection.sendall(head_bytes(200, headers))
+            if not self.bare:
+                answer.run(self.connection)
         return False
 
-    def send_stream(self, answer: Stream, began: float) -> None:
-        self.log_answer(200, began)
-        self.connection.settimeout(WRITE_SECONDS)
-        headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
-        self.connection.sendall(head_bytes(200, headers))
-        if not self.bare:
-            answer.run(self.connection)
-
-    def answer_next(self) -> Answer | Stream | Upgrade:
+    def answer_next(self) -> Reply:
         """Read and route one request; every exception becomes an answer."""
         head = b""
         try:
@@ -879,7 +826,7 @@ class Handler(BaseHTTPRequestHandler):
             app = self.server.app
             refused = app.gateway.admit(request, self.local)
             self.login = request.login
-            self.server.place(self, bool(self.login))
+            self.server.place(self, waits=False)
             return refused or app.answer(request, self.read_body)
         except (TimeoutError, EOFError, ConnectionError):
             raise
@@ -2360,7 +2307,7 @@ def delete_terminal(app: App, _request: Request, params: Params) -> Answer:
 
 def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
     """The WebSocket: ?id=<terminal>&from=<seq> comes back to one, else a new one is opened."""
-    if not request.upgrade:
+    if "upgrade" not in request.headers:
         raise WebError("bad_request", "this is the address of a WebSocket", "connect to it as one")
     size = (request.number("rows", 24, 1, 1000), request.number("cols", 80, 1, 1000))
     position = request.number("from", 0, 0, 1 << 60)
@@ -2386,7 +2333,7 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
         viewer.push()
         terminal.attach(viewer)
 
-    return Upgrade(attach)
+    return attach
 
 
 def accept_websocket(request: Request) -> tuple[ServerProtocol, Any]:
@@ -2404,7 +2351,7 @@ def accept_websocket(request: Request) -> tuple[ServerProtocol, Any]:
 
 # --- Routes ---
 
-Route = Callable[["App", Request, Params], "Answer | Stream | Upgrade"]
+Route = Callable[["App", Request, Params], Reply]
 SESSION = "/api/sessions/{session}"
 ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/", asset_route("ui/index.html")),
@@ -2483,8 +2430,7 @@ class App:
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.stopping = False
 
-    def answer(self, request: Request,
-               read_body: Callable[[int], bytes]) -> Answer | Stream | Upgrade:
+    def answer(self, request: Request, read_body: Callable[[int], bytes]) -> Reply:
         """Read the body of a request that the gateway has admitted, and carry it out."""
         function, params = route(request.method, request.path)
         request.body = read_body(BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES)
