@@ -145,10 +145,6 @@ class WebError(Exception):
         super().__init__(message)
         self.code, self.message, self.hint, self.headers = code, message, hint, headers or {}
 
-    def again(self) -> WebError:
-        """The same for another client: an exception holds the frames that raised it."""
-        return WebError(self.code, self.message, self.hint, self.headers)
-
 
 class Malformed(WebError):
     """A request that cannot be read further: the connection is closed after the answer."""
@@ -981,7 +977,8 @@ class Sessions:
         self.changes = 0
         self.rows: list[dict[str, str]] = []
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
-        self.failed: tuple[float, WebError] | None = None  # when the last call failed, and how
+        # When the last call failed, and what its WebError said; one that is kept keeps its frames.
+        self.failed = (0.0, ("", "", ""))
 
     def expire(self) -> None:
         """Have the next list be a new one: something has changed."""
@@ -990,29 +987,26 @@ class Sessions:
     def list(self) -> list[dict[str, str]]:
         asked = time.monotonic()
         with self.lock:
-            if self.failed and self.failed[0] > asked:  # a call failed while this one waited
-                raise self.failed[1].again()
+            if self.failed[0] > asked:  # a call failed while this one waited
+                raise WebError(*self.failed[1])
             changes, when = self.known
             if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
                 changes = self.changes
                 try:
-                    self.rows = sandbox.list_sessions(sandbox.candidates(base_config()))
+                    self.rows = sandbox.list_sessions(sandbox.candidates(sandbox.load_config()))
                 except SandboxError as error:
-                    self.failed = (time.monotonic(), as_web_error(error))
+                    told = as_web_error(error)
+                    self.failed = (time.monotonic(), (told.code, told.message, told.hint))
                     raise
                 self.known = (changes, time.monotonic())
             return self.rows
-
-
-def base_config() -> Config:
-    return sandbox.load_config()
 
 
 def find(name: str) -> tuple[Engine, Session]:
     """The session of a name. Raises WebError when there is none."""
     with suppress(ValueError):
         name = sandbox.a_name(name)
-        engine, session = sandbox.find_session(sandbox.candidates(base_config()), name)
+        engine, session = sandbox.find_session(sandbox.candidates(sandbox.load_config()), name)
         if session:
             return engine, session
     raise WebError("not_found", f"there is no session {name!r}")
@@ -1058,7 +1052,7 @@ def recreate_lines(session: Session, config: Config) -> list[str]:
 
 
 def workdir(session: Session) -> str:
-    return str(session.created()[0].get("workdir") or "/")
+    return str(session.created()[0]["workdir"])
 
 
 def session_data(session: Session, engine: Engine) -> dict[str, Any]:
@@ -1075,9 +1069,8 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         "name": session.name, "state": session.state, "agent": session.agent,
         "profile": session.profile,
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
-        "image": have.get("image", ""), "ports": have.get("ports", []),
-        "network": sandbox.network_of(session, config) if session.proxy
-        else have.get("network", ""),
+        "image": have["image"], "ports": have["ports"],
+        "network": sandbox.network_of(session, config) if session.proxy else have["network"],
         "runtime": engine.name, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
                                               settings),
@@ -1347,7 +1340,7 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
         except SandboxError as error:
             profiles.append({"name": name, "agent": "", "image": "", "directory": "",
                              "error": error.message})
-    directory = base_config().get("hostPath") or ""
+    directory = sandbox.load_config().get("hostPath") or ""
     details = [{"name": agent.program, "title": agent.title, "shortcuts": agent.shortcuts,
                 "agentPromptCommand": agent.prompt, "events": agent.events}
                for agent in sandbox.AGENTS.values()]
