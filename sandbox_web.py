@@ -1841,10 +1841,6 @@ class Viewer:
         self.progress = self.seen = self.pinged = time.monotonic()
         self.gone = False
 
-    @property
-    def fd(self) -> int:
-        return self.sock.fileno()
-
     def control(self, **message: object) -> None:
         """Send a control message."""
         if self.open:
@@ -1863,32 +1859,27 @@ class Viewer:
             while self.pending:
                 taken = self.sock.send(self.pending)
                 self.pending, self.progress = self.pending[taken:], time.monotonic()
-        except (BlockingIOError, InterruptedError):
-            return
         except OSError as error:
-            self.gone = not is_tls_wait(error)
+            self.gone = self.gone or not has_to_wait(error)
 
     def receive(self) -> list[Any]:
         """The frames that have come."""
         try:
-            while True:
-                data = self.sock.recv(CHUNK_BYTES)
-                if not data:
-                    self.gone = True
-                    break
+            while data := self.sock.recv(CHUNK_BYTES):
                 self.seen = time.monotonic()
                 self.protocol.receive_data(data)
                 if len(data) < CHUNK_BYTES and not getattr(self.sock, "pending", int)():
                     break
-        except (BlockingIOError, InterruptedError):
-            pass
+            else:
+                self.gone = True
         except OSError as error:
-            self.gone = self.gone or not is_tls_wait(error)
+            self.gone = self.gone or not has_to_wait(error)
         return self.protocol.events_received()
 
 
-def is_tls_wait(error: OSError) -> bool:
-    return type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError")
+def has_to_wait(error: OSError) -> bool:
+    """Whether a socket, in the clear or of TLS, is only not ready yet."""
+    return type(error).__name__ in ("BlockingIOError", "SSLWantReadError", "SSLWantWriteError")
 
 
 class Terminal:
@@ -1935,8 +1926,6 @@ class Terminal:
         finally:
             os.close(slave)
         os.set_blocking(self.master, False)
-        self.poller = select.poll()
-        self.masks: dict[int, int] = {}
 
     def data(self) -> dict[str, Any]:
         return {"id": self.id, "session": self.session.name, "run": self.run,
@@ -1986,8 +1975,7 @@ class Terminal:
         return bool(over) and not self.arriving or time.monotonic() - self.end_time > LINGER_SECONDS
 
     def step(self) -> None:
-        self.set_masks()
-        for fd, happened in self.poller.poll(self.timeout() * 1000):
+        for fd, happened in self.what_waits().poll(self.timeout() * 1000):
             if fd == self.master:
                 if happened & select.POLLOUT and self.input:
                     self.write_input()
@@ -1996,32 +1984,29 @@ class Terminal:
             elif fd == self.wake_read:
                 with suppress(OSError):
                     os.read(fd, 4096)
-            elif viewer := next((v for v in self.viewers if v.fd == fd), None):
+            elif viewer := next((v for v in self.viewers if v.sock.fileno() == fd), None):
                 self.serve_viewer(viewer, happened)
         while self.arriving:
             self.welcome(self.arriving.popleft())
         self.look_after_viewers()
 
-    def set_masks(self) -> None:
-        """Register what is to be waited for.
+    def what_waits(self) -> select.poll:
+        """All that is to be waited for.
 
         A PTY that is not to be read is not registered: its hang-up would make the loop spin.
         """
-        masks = {self.wake_read: select.POLLIN}
+        poller = select.poll()
+        poller.register(self.wake_read, select.POLLIN)
         if not self.ended:
             mask = select.POLLIN if self.may_read() else 0
             mask |= select.POLLOUT if self.input else 0
             if mask:
-                masks[self.master] = mask
+                poller.register(self.master, mask)
         for viewer in self.viewers:
             full = viewer is self.writer and len(self.input) > CHUNK_BYTES
             mask = 0 if full else select.POLLIN
-            masks[viewer.fd] = mask | (select.POLLOUT if viewer.pending else 0)
-        for fd in self.masks.keys() - masks.keys():
-            self.poller.unregister(fd)
-        self.masks = masks
-        for fd, mask in self.masks.items():
-            self.poller.register(fd, mask)
+            poller.register(viewer.sock, mask | (select.POLLOUT if viewer.pending else 0))
+        return poller
 
     def may_read(self) -> bool:
         """Whether the program may go on: the writer has taken all, or nothing for a long time."""
@@ -2042,10 +2027,8 @@ class Terminal:
             while size < CHUNK_BYTES and (count := self.ring.take(self.master)):
                 size += count
             over = size < CHUNK_BYTES
-        except (BlockingIOError, InterruptedError):
-            over = False
-        except OSError:  # EIO: nobody has the other end open any more
-            over = True
+        except OSError as error:  # EIO: nobody has the other end open any more
+            over = not isinstance(error, BlockingIOError)
         if size:
             for viewer in self.viewers:
                 self.flush(viewer)
@@ -2054,9 +2037,6 @@ class Terminal:
 
     def end(self) -> None:
         """The program has ended, and all it has printed is in the ring."""
-        self.masks.pop(self.master, None)
-        with suppress(KeyError):
-            self.poller.unregister(self.master)
         os.close(self.master)
         self.status = sandbox.wait_for(self.pid)
         self.ended, self.end_time = True, time.monotonic()
@@ -2066,7 +2046,7 @@ class Terminal:
     def write_input(self) -> None:
         try:
             del self.input[: os.write(self.master, self.input[:CHUNK_BYTES])]
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             pass
         except OSError:
             self.input.clear()
@@ -2182,8 +2162,6 @@ class Terminal:
 
     def part(self, viewer: Viewer) -> None:
         self.viewers.remove(viewer)
-        if self.masks.pop(viewer.fd, None) is not None:
-            self.poller.unregister(viewer.fd)
         with suppress(OSError):
             viewer.sock.shutdown(socket.SHUT_WR)
         viewer.sock.close()
