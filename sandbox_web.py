@@ -58,7 +58,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import nsmallest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
@@ -2391,13 +2391,10 @@ class App:
     """What one server is made of."""
 
     def __init__(self, address: tuple[str, int], config: Config, secure: bool) -> None:
-        password = config.get("serverPass")
-        self.password = password or secrets.token_urlsafe(12)
-        self.generated = not password
-        self.user = config.get("serverUser")
+        self.password = config.get("serverPass") or secrets.token_urlsafe(12)
         state = web_path(address)
-        self.gateway = Gateway(self.user, self.password, f"{state}.json", address, secure,
-                               config.all("allowedHosts"))
+        self.gateway = Gateway(config.get("serverUser"), self.password, f"{state}.json", address,
+                               secure, config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.stopping = False
 
@@ -2412,6 +2409,8 @@ class App:
 
 # --- Service control ---
 
+Tell = Callable[[str], None]
+
 
 def parse_address(text: str) -> tuple[str, int]:
     """IP and port of `<ip:port>`; IPv6 in brackets. Raises SandboxError."""
@@ -2419,9 +2418,8 @@ def parse_address(text: str) -> tuple[str, int]:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         address = ipaddress.ip_address(bare)
-        if not colon or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-            raise ValueError
-        if (address.version == 6) != host.startswith("["):
+        if not (colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+                and host.startswith("[") == (address.version == 6)):
             raise ValueError
     except ValueError:
         hint = f"for example {DEFAULT_ADDRESS} or [::1]:3000"
@@ -2555,10 +2553,8 @@ def serve(args: argparse.Namespace) -> int:
     background = args.background or args.restart
     record = {"background": background,
               "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
-    if background:
-        return run_in_background(address,
-                                 lambda tell: run_server(address, config, tls, record, tell))
-    return run_server(address, config, tls, record, lambda line: print(line, flush=True))
+    run = partial(run_server, address, config, tls, record)
+    return run_in_background(address, run) if background else run(partial(print, flush=True))
 
 
 def import_websockets() -> None:
@@ -2645,7 +2641,7 @@ def fetch_libraries() -> None:
 
 
 def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None,
-               record: Mapping[str, Any], tell: Callable[[str], None]) -> int:
+               record: Mapping[str, Any], tell: Tell) -> int:
     """Serve until a signal comes; once the service answers, `tell` gets what a person must know.
 
     `record` is kept in the lock file as long as the server runs.
@@ -2681,14 +2677,14 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     scheme = "https" if tls else "http"
-    tell(f"sandbox serves at {scheme}://{where}")
-    tell(f"user: {app.user}")
-    tell(f"password: {app.password} (of this run)" if app.generated else "password: as configured")
+    generated = app.password != config.get("serverPass")
+    lines = [f"sandbox serves at {scheme}://{where}", f"user: {config.get('serverUser')}",
+             f"password: {app.password} (of this run)" if generated else "password: as configured"]
     if named:
-        tell(f"better open: {scheme}://{OWN_NAME}:{address[1]}")
+        lines.append(f"better open: {scheme}://{OWN_NAME}:{address[1]}")
     if record["background"]:
-        tell(f"log: {web_path(address)}.log")
-        tell("")
+        lines.append(f"log: {web_path(address)}.log")
+    tell("\n".join(lines))
     with suppress(KeyboardInterrupt):
         server.serve_forever(0.5)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -2724,7 +2720,7 @@ def call_libc(name: str, *numbers: int) -> None:
         getattr(ctypes.CDLL(None), name)(*numbers)
 
 
-def run_in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:
+def run_in_background(address: tuple[str, int], run: Callable[[Tell], int]) -> int:
     """Run in a process of its own session, and return when it serves or has failed."""
     read, write = os.pipe()
     sys.stdout.flush()
@@ -2737,19 +2733,17 @@ def run_in_background(address: tuple[str, int], run: Callable[[Callable[[str], N
     os.close(write)
     os.waitpid(child, 0)
     with os.fdopen(read, encoding="utf-8") as pipe:
-        lines = pipe.read().splitlines()
-    if lines and lines[0].startswith("{"):
-        error = sandbox.parse_json(lines[0])
-        raise SandboxError(error["message"], error["hint"], error["code"])
-    if not lines:
+        told = pipe.read()
+    if told.startswith("["):
+        raise SandboxError(*sandbox.parse_json(told))
+    if not told:
         raise SandboxError("the server ended before it could answer",
                            f"see {web_path(address)}.log")
-    print("\n".join(lines))
+    print(told)
     return 0
 
 
-def run_daemon(log_path: str, write: int,
-               run: Callable[[Callable[[str], None]], int]) -> NoReturn:
+def run_daemon(log_path: str, write: int, run: Callable[[Tell], int]) -> NoReturn:
     """Be the background process: output goes to the log, what a person must know to the pipe."""
     status = 1
     try:
@@ -2760,15 +2754,14 @@ def run_daemon(log_path: str, write: int,
         os.dup2(null, 0)
         os.close(null)
 
-        def tell(line: str) -> None:
-            os.write(write, f"{line}\n".encode()) if line else os.close(write)
+        def tell(text: str) -> None:
+            os.write(write, text.encode())
+            os.close(write)
 
         status = run(tell)
     except SandboxError as error:
         sandbox.report(error)
-        os.write(write,
-                 json.dumps({"message": error.message, "hint": error.hint,
-                             "code": error.code}).encode())
+        os.write(write, json.dumps([error.message, error.hint, error.code]).encode())
     except BaseException:
         traceback.print_exc()
     finally:
