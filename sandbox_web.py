@@ -2,8 +2,7 @@
 
 The README, section "Web service API", describes what clients see. How it is made:
 
-- `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines
-  and limits.
+- A thread per connection, with a reader of our own: strict, with total deadlines and limits.
 - One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
 - A job is a detached process (static/session/job.py), which writes into
   ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
@@ -60,8 +59,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import lru_cache, partial
 from heapq import nsmallest
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
 from itertools import islice
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -134,7 +134,6 @@ STATUS = {
     "version_not_supported": 505, "disk_full": 507,
 }
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-PHRASES = {int(status): phrase for status, (phrase, _) in BaseHTTPRequestHandler.responses.items()}
 
 
 class WebError(Exception):
@@ -310,60 +309,6 @@ def split_target(target: str) -> tuple[str, dict[str, str]]:
     return decoded, dict(pairs)
 
 
-class Wire:
-    """The reading side of a connection; every wait has a deadline for the whole of it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.buffer = bytearray()
-
-    def fill(self, deadline: float) -> None:
-        """Read once. Raises TimeoutError and EOFError."""
-        self.sock.settimeout(max(0.001, deadline - time.monotonic()))
-        data = self.sock.recv(CHUNK_BYTES) if deadline > time.monotonic() else None
-        if data is None:
-            raise TimeoutError
-        if not data:
-            raise EOFError
-        self.buffer += data
-
-    def wait(self) -> None:
-        """Wait for the first byte of a request."""
-        deadline = time.monotonic() + IDLE_SECONDS
-        while not self.buffer:
-            self.fill(deadline)
-
-    def read_head(self) -> bytes:
-        """The head up to its empty line. Raises Malformed."""
-        deadline = time.monotonic() + HEAD_SECONDS
-        while self.buffer.startswith(b"\r\n"):  # RFC 9112, 2.2
-            del self.buffer[:2]
-        while (at := self.buffer.find(b"\r\n\r\n", 0, HEAD_BYTES + 4)) < 0:
-            if len(self.buffer) > HEAD_BYTES:
-                raise Malformed("head_too_large", f"the head is longer than {HEAD_BYTES} bytes")
-            try:
-                self.fill(deadline)
-            except TimeoutError:
-                raise Malformed("timeout",
-                                f"the head did not come within {HEAD_SECONDS} seconds") from None
-        head = bytes(self.buffer[:at])
-        del self.buffer[: at + 4]
-        return head
-
-    def read_body(self, length: int) -> bytes:
-        """The body. Raises Malformed."""
-        deadline = time.monotonic() + BODY_SECONDS
-        while len(self.buffer) < length:
-            try:
-                self.fill(deadline)
-            except TimeoutError:
-                raise Malformed("timeout",
-                                f"the body did not come within {BODY_SECONDS} seconds") from None
-        body = bytes(self.buffer[:length])
-        del self.buffer[:length]
-        return body
-
-
 # --- Answers ---
 
 CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -442,7 +387,7 @@ def serialize(answer: Answer, request: Request | None, keep: bool, bare: bool) -
 def head_bytes(status: int, headers: Mapping[str, str]) -> bytes:
     # strftime gives English names: this process never sets a locale.
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
-    lines = [f"HTTP/1.1 {status} {PHRASES.get(status, '')}", f"Date: {date}"]
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Date: {date}"]
     lines += [f"{name}: {value}" for name, value in {**COMMON, **headers}.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
@@ -667,7 +612,7 @@ def digest(user: str, password: str) -> bytes:
 # --- Connections ---
 
 
-class Server(ThreadingHTTPServer):
+class Server(ThreadingTCPServer):
     """A thread per connection, up to CONNECTIONS of them; then one without a login makes room.
 
     Whatever an anonymous connection is doing (a handshake, half a head, half a body, an answer that
@@ -676,6 +621,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    allow_reuse_address = True
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], app: App, tls: ssl.SSLContext | None) -> None:
@@ -686,11 +632,6 @@ class Server(ThreadingHTTPServer):
         self.waiting: dict[Handler, bool] = {}
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
-
-    def server_bind(self) -> None:
-        """Bind, and do not ask the DNS for our own name as http.server does."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         try:
@@ -745,8 +686,8 @@ class Server(ThreadingHTTPServer):
             log(traceback.format_exc().rstrip())
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection: its requests in turn."""
+class Handler(BaseRequestHandler):
+    """One connection: its requests in turn. Every wait has a deadline for the whole of it."""
 
     server: Server
 
@@ -754,6 +695,7 @@ class Handler(BaseHTTPRequestHandler):
         self.handed_over = False
         self.login = ""  # of the last request
         self.network = throttled_as(str(self.client_address[0]))
+        self.buffer = bytearray()  # what was read and not used yet
         self.connection = socket.socket(fileno=self.request.detach())
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -779,14 +721,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection = tls.wrap_socket(self.connection, server_side=True,
                                                   do_handshake_on_connect=False)
                 self.connection.do_handshake()
-            self.wire = Wire(self.connection)
             while self.serve_request():
                 pass
 
     def serve_request(self) -> bool:
         """Read a request and answer it; whether the connection stays."""
         self.server.place(self, waits=True)
-        self.wire.wait()
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not self.buffer:
+            self.fill(deadline)
         self.request_now: Request | None = None
         self.unread, began = False, time.monotonic()
         answer = self.answer_next()
@@ -802,7 +745,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.app.gateway.hold(self.login, self.connection)
         self.log_answer(200 if isinstance(answer, Stream) else 101, began)
         if not isinstance(answer, Stream):
-            answer(self.connection, bytes(self.wire.buffer), self.leave)
+            answer(self.connection, bytes(self.buffer), self.leave)
             self.handed_over = True
             return False
         headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
@@ -816,7 +759,7 @@ class Handler(BaseHTTPRequestHandler):
         """Read and route one request; every exception becomes an answer."""
         head = b""
         try:
-            head = self.wire.read_head()
+            head = self.read_head()
             self.request_now = request = parse_head(head, str(self.client_address[0]))
             self.unread = request.length > 0
             app = self.server.app
@@ -832,10 +775,38 @@ class Handler(BaseHTTPRequestHandler):
             return error_answer(as_web_error(error))
         finally:
             # HEAD gets no body, not even with the error for a head that could not be read.
-            self.bare = (head or self.wire.buffer).startswith(b"HEAD ")
+            self.bare = (head or self.buffer).startswith(b"HEAD ")
+
+    def fill(self, deadline: float, late: str = "") -> None:
+        """Read once. Raises EOFError, and after the deadline TimeoutError, or Malformed(late)."""
+        try:
+            if deadline <= time.monotonic():
+                raise TimeoutError
+            self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self.connection.recv(CHUNK_BYTES)
+        except TimeoutError:
+            if not late:
+                raise
+            raise Malformed("timeout", late) from None
+        if not data:
+            raise EOFError
+        self.buffer += data
+
+    def read_head(self) -> bytes:
+        """The head up to its empty line. Raises Malformed."""
+        deadline = time.monotonic() + HEAD_SECONDS
+        while self.buffer.startswith(b"\r\n"):  # RFC 9112, 2.2
+            del self.buffer[:2]
+        while (at := self.buffer.find(b"\r\n\r\n", 0, HEAD_BYTES + 4)) < 0:
+            if len(self.buffer) > HEAD_BYTES:
+                raise Malformed("head_too_large", f"the head is longer than {HEAD_BYTES} bytes")
+            self.fill(deadline, f"the head did not come within {HEAD_SECONDS} seconds")
+        head = bytes(self.buffer[:at])
+        del self.buffer[: at + 4]
+        return head
 
     def read_body(self, limit: int) -> bytes:
-        """The body of the request at hand. Raises WebError when it is longer than the limit."""
+        """The body of the request at hand. Raises Malformed, also for more than the limit."""
         request = self.request_now
         assert request
         if request.length > limit:
@@ -843,9 +814,13 @@ class Handler(BaseHTTPRequestHandler):
         expected = request.headers.get("expect", "")
         if expected and expected.lower() != "100-continue":
             raise Malformed("expectation_failed", "the header Expect may be 100-continue only")
-        if expected and request.length > len(self.wire.buffer):
+        if expected and request.length > len(self.buffer):
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = self.wire.read_body(request.length)
+        deadline = time.monotonic() + BODY_SECONDS
+        while len(self.buffer) < request.length:
+            self.fill(deadline, f"the body did not come within {BODY_SECONDS} seconds")
+        body = bytes(self.buffer[: request.length])
+        del self.buffer[: request.length]
         self.unread = False
         return body
 
@@ -854,8 +829,8 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + 1
         for _ in range(64):
-            self.wire.buffer.clear()
-            self.wire.fill(deadline)
+            self.buffer.clear()
+            self.fill(deadline)
 
     def log_answer(self, status: int, began: float) -> None:
         request = self.request_now
