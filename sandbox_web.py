@@ -66,17 +66,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import sandbox
-from sandbox import (
-    Config,
-    Engine,
-    EngineProblem,
-    Layer,
-    SandboxError,
-    Session,
-    read_settings,
-    session_config,
-    write_settings,
-)
+from sandbox import Config, Engine, EngineProblem, Layer, SandboxError, Session
 
 if TYPE_CHECKING:
     import argparse
@@ -318,10 +308,10 @@ CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' 
 CSP_OF_TERMINALS = CSP.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 COMMON = {
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "DENY",
-    "Content-Security-Policy": CSP,
+    "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY", "Content-Security-Policy": CSP,
 }
+EVENTS = "text/event-stream; charset=utf-8"
 TYPES = {
     "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8", "mjs": "text/javascript; charset=utf-8",
@@ -854,8 +844,8 @@ def asset_names() -> list[str]:
             names = [name.partition("/")[2] for name in archive.namelist()
                      if name.startswith("sandbox_static/")]
     else:
-        top = next((p for folder in ("sandbox_static", "static")
-                    if os.path.isdir(p := f"{here}/{folder}")), here)
+        installed = f"{here}/sandbox_static"
+        top = installed if os.path.isdir(installed) else f"{here}/static"
         names = [os.path.relpath(os.path.join(at, file), top) for at, _, files in os.walk(top)
                  for file in files]
     return sorted(name for name in names if name.startswith(("ui/", "preview/", "auth/")))
@@ -1001,18 +991,15 @@ SETTINGS = tuple(key.name for key in sandbox.KEYS.values() if key.setting)
 def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
     """A session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
-    return str(own if own is not None else configured or agents_prompt(agent))
-
-
-def agents_prompt(agent: str) -> str:
-    return sandbox.AGENTS[agent].prompt if agent in sandbox.AGENTS else ""
+    agents = sandbox.AGENTS[agent].prompt if agent in sandbox.AGENTS else ""
+    return str(own if own is not None else configured or agents)
 
 
 def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
     """Whether a session of the list can be prompted: its template has the placeholder."""
     settings: Mapping[str, Any] = {}
     with suppress(SandboxError):  # the session's own page shows the error
-        settings = read_settings(row["name"])
+        settings = sandbox.read_settings(row["name"])
     profile = data.get("runs", {}).get(row["profile"])
     configured = {**data,
                   **(profile if isinstance(profile, dict) else {})}.get("agentPromptCommand")
@@ -1038,8 +1025,8 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
                    "agentPromptCommand")
         return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
                 "runtime": engine.name, "recreate": []}
-    settings = read_settings(session.name)
-    config = session_config(session, settings)
+    settings = sandbox.read_settings(session.name)
+    config = sandbox.session_config(session, settings)
     return {
         "name": session.name, "state": session.state, "agent": session.agent,
         "profile": session.profile,
@@ -1109,7 +1096,7 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
     sandbox.forget_files(name)  # left of a session that was removed behind our back
-    write_settings(name, settings)
+    sandbox.write_settings(name, settings)
     try:
         engine, session = sandbox.create_session(engines, name, config, flags, spec)
     except BaseException:
@@ -1133,7 +1120,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = session_config(session, flags=Layer(place, "request"))
+    config = sandbox.session_config(session, flags=Layer(place, "request"))
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
@@ -1185,8 +1172,9 @@ def post_stop(app: App, _request: Request, params: Params) -> Answer:
 
 def settings_answer(session: Session) -> Answer:
     """The settings, what is in force, what would be without them, what needs a new container."""
-    settings = read_settings(session.name)
-    config, without = session_config(session, settings), session_config(session, {})
+    settings = sandbox.read_settings(session.name)
+    config = sandbox.session_config(session, settings)
+    without = sandbox.session_config(session, {})
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
                         "effective": in_force(session, config, settings),
                         "configured": in_force(session, without, {}),
@@ -1208,12 +1196,12 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
     data = request.json()
     engine, session = find(params["session"])
     with sandbox.lock_settings(session.name):
-        settings = checked_settings(data, read_settings(session.name))
-        config = session_config(session, settings)
+        settings = checked_settings(data, sandbox.read_settings(session.name))
+        config = sandbox.session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
             sandbox.env_script(sandbox.exec_env(config, workdir(session)))
-        write_settings(session.name, settings)
+        sandbox.write_settings(session.name, settings)
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
     return settings_answer(session)
@@ -1246,7 +1234,7 @@ def find_allowlist(name: str) -> tuple[Engine, Session]:
 
 def get_network(_app: App, _request: Request, params: Params) -> Answer:
     _, session = find_allowlist(params["session"])
-    return json_answer(sandbox.network_of(session, session_config(session)))
+    return json_answer(sandbox.network_of(session, sandbox.session_config(session)))
 
 
 def post_network(_app: App, request: Request, params: Params) -> Answer:
@@ -1264,13 +1252,10 @@ def get_decisions(app: App, _request: Request, params: Params) -> Stream:
     engine, session = find_allowlist(params["session"])
     argv = engine.logs_argv(session.proxy, follow=True, tail=SHOWN_DECISIONS)
     kept = sorted(sandbox.kept_decisions(engine, session), key=lambda entry: str(entry["time"]))
-    last = kept[-SHOWN_DECISIONS:]
-    return Stream("text/event-stream; charset=utf-8",
-                  lambda sock: follow_log(sock, last, argv, lambda: app.stopping))
+    return Stream(EVENTS, lambda sock: follow_log(sock, kept[-SHOWN_DECISIONS:], argv, app))
 
 
-def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
-               stopping: Callable[[], bool]) -> None:
+def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str], app: App) -> None:
     """Send what is kept, then each JSON line of a command, until it ends or the client has gone."""
     (out, out_end), null = os.pipe(), os.open(os.devnull, os.O_RDWR)
     pid = sandbox.spawn(argv, fds={0: null, 1: out_end, 2: null})
@@ -1280,7 +1265,7 @@ def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
     poller.register(out, select.POLLIN)
     try:
         sock.sendall(b": the log\n\n" + b"".join(event_bytes("decision", item) for item in kept))
-        while not stopping():
+        while not app.stopping:
             ready = [fd for fd, _ in poller.poll(1000)]
             if sock.fileno() in ready and not sock.recv(4096):
                 return
@@ -1360,7 +1345,8 @@ def iso(seconds: float) -> str:
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session, under a supervisor; the job as clients see it."""
-    env = sandbox.exec_env(session_config(session), workdir(session)) | dict(extra_env or {})
+    config = sandbox.session_config(session)
+    env = {**sandbox.exec_env(config, workdir(session)), **(extra_env or {})}
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1417,7 +1403,7 @@ def start_autostart(engine: Engine, session: Session) -> None:
     Where this is not reached, the session's next command starts it: see sandbox.EXEC_SCRIPT.
     """
     try:
-        if script := session_config(session).get("autostart"):
+        if script := sandbox.session_config(session).get("autostart"):
             start_job(engine, session, "autostart", script, {}, {"SANDBOX_AUTOSTART": "job"})
     except (WebError, SandboxError, OSError) as error:
         cause = as_web_error(error)
@@ -1435,11 +1421,14 @@ def read_job(session: str, id: str) -> dict[str, Any]:
     if folder in ENDED_JOBS:
         return ENDED_JOBS[folder]
     try:
-        job = kept_job(sandbox.read_json(f"{folder}/job.json"))
+        kept = sandbox.read_json(f"{folder}/job.json")["job"]
+        job: dict[str, Any] = {key: value for key, value in kept.items() if isinstance(value, str)}
+        if not {"kind", "command", "started"} <= job.keys():
+            raise ValueError("it describes no job")
         alive = is_locked(f"{folder}/lock")
         status = kept_status(f"{folder}/status")
         size = os.stat(f"{folder}/output").st_size
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise WebError("not_found", f"there is no job {id!r}") from None
     state = "running" if alive else "lost"
     if status:
@@ -1456,16 +1445,6 @@ def read_job(session: str, id: str) -> dict[str, Any]:
 
 
 STATUS_TYPES = {"exit": int, "ended": str, "error": str}
-
-
-def kept_job(data: Any) -> dict[str, Any]:
-    """What a job is, of its job.json. Raises ValueError."""
-    job = data.get("job") if isinstance(data, dict) else None
-    job = job if isinstance(job, dict) else {}
-    texts = {key: value for key, value in job.items() if isinstance(value, str)}
-    if not {"kind", "command", "started"} <= texts.keys():
-        raise ValueError("it describes no job")
-    return texts
 
 
 def kept_status(path: str) -> dict[str, Any]:
@@ -1529,6 +1508,9 @@ def session_name(params: Params) -> str:
     raise WebError("not_found", "there is no such session")
 
 
+STREAMS = ("stdout", "stderr")
+
+
 class Follower:
     """Reads a job's output from an offset on, run by run."""
 
@@ -1538,19 +1520,17 @@ class Follower:
         # The last runs before the one at hand, by stream.
         self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))
         self.unparsed = b""
+        fds: list[int] = []
         try:
-            self.output = os.open(f"{folder}/output", os.O_RDONLY)
-            try:
-                self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
-            except OSError:
-                os.close(self.output)
-                raise
+            for name in ("output", "runs"):
+                fds.append(os.open(f"{folder}/{name}", os.O_RDONLY))
         except OSError:
+            sandbox.Output.close(*fds)
             raise WebError("not_found", "the job's output is not there any more") from None
+        self.output, self.runs = fds
 
     def close(self) -> None:
-        os.close(self.output)
-        os.close(self.runs)
+        sandbox.Output.close(self.output, self.runs)
 
     def next(self) -> tuple[int, bytes] | None:
         """The next piece as (stream, bytes); None when there is nothing yet, or no more."""
@@ -1619,8 +1599,7 @@ def job_now(job: dict[str, Any]) -> dict[str, Any]:
         return job | {"state": "lost", "error": error}
 
 
-def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
-               stopping: Callable[[], bool]) -> None:
+def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower, app: App) -> None:
     """Send a job's output as server-sent events, until the job has ended or the client has gone."""
     # One decoder for each stream: output of the other may come between the bytes of a character.
     # An offset may lie between them as well.
@@ -1631,15 +1610,15 @@ def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
     poller.register(sock, select.POLLIN)
     sock.sendall(event_bytes("job", job_now(job)))
     quiet = time.monotonic()
-    while not stopping():
+    while not app.stopping:
         job = job_now(job)  # before the output: what an ended job has written is all there
         events, size = [], 0
         while size < CHUNK_BYTES and (piece := follower.next()):
             size += len(piece[1])
             if text := decoders[piece[0]].decode(piece[1]):
-                events.append(event_bytes(("stdout", "stderr")[piece[0]], text, follower.position))
+                events.append(event_bytes(STREAMS[piece[0]], text, follower.position))
         if not events and job["state"] != "running":
-            for name, decoder in zip(("stdout", "stderr"), decoders, strict=True):
+            for name, decoder in zip(STREAMS, decoders, strict=True):
                 if rest := decoder.decode(b"", True):
                     sock.sendall(event_bytes(name, rest, follower.position))
             sock.sendall(event_bytes("end", job, follower.position))
@@ -1672,17 +1651,16 @@ def post_command(app: App, request: Request, params: Params) -> Answer:
 def post_prompt(app: App, request: Request, params: Params) -> Answer:
     prompt = only_text(request, "prompt", "what the agent is asked")
     engine, session = find_running(params["session"])
-    settings = read_settings(session.name)
-    config = session_config(session, settings)
+    settings = sandbox.read_settings(session.name)
+    config = sandbox.session_config(session, settings)
     template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
     if "{prompt}" not in template:
         reason = "lacks the placeholder {prompt}" if template else "has no agentPromptCommand"
         raise WebError("conflict", f"the session {session.name} {reason}",
                        "set agentPromptCommand in its settings")
-    command = insert_prompt(template)
-    shown = {"prompt": prompt,
-             "agent": session.agent if template == agents_prompt(session.agent) else ""}
-    return json_answer(start_job(engine, session, "prompt", command, shown,
+    agents = template == prompt_template(session.agent, None, {})
+    shown = {"prompt": prompt, "agent": session.agent if agents else ""}
+    return json_answer(start_job(engine, session, "prompt", insert_prompt(template), shown,
                                  {"SANDBOX_PROMPT": prompt}), 201)
 
 
@@ -1720,23 +1698,20 @@ def get_events(app: App, request: Request, params: Params) -> Stream:
         request.query["from"] = request.headers["last-event-id"]
     offset = request.number("from", 0, 0, 1 << 60)
     follower = Follower(job_folder(job["session"], job["id"]), offset)
-    return Stream("text/event-stream; charset=utf-8",
-                  lambda sock: follow_job(sock, job, follower, lambda: app.stopping),
-                  follower.close)
+    return Stream(EVENTS, lambda sock: follow_job(sock, job, follower, app), follower.close)
 
 
 def get_output(_app: App, request: Request, params: Params) -> Stream:
     """The output's bytes as they were, of both streams or of ?stream=stdout|stderr."""
     job = job_of(params)
     wanted = request.query.get("stream", "")
-    if wanted not in ("", "stdout", "stderr"):
+    if wanted not in ("", *STREAMS):
         raise WebError("bad_request", "stream: it is neither stdout nor stderr")
-
     follower = Follower(job_folder(job["session"], job["id"]), 0)
 
     def send(sock: socket.socket) -> None:
         while piece := follower.next():
-            if wanted in ("", ("stdout", "stderr")[piece[0]]):
+            if wanted in ("", STREAMS[piece[0]]):
                 sock.sendall(piece[1])
 
     return Stream("application/octet-stream", send, follower.close)
@@ -1817,7 +1792,6 @@ class Viewer:
         self.gone = False
 
     def control(self, **message: object) -> None:
-        """Send a control message."""
         if self.open:
             self.protocol.send_text(json.dumps(message).encode())
             self.push()
@@ -1880,7 +1854,7 @@ class Terminal:
         """Start the engine's client on a new PTY, without a line discipline of ours in between."""
         import tty
 
-        config = session_config(self.session)
+        config = sandbox.session_config(self.session)
         env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
         env |= sandbox.exec_env(config, workdir(self.session))
         command = sandbox.SHELL
@@ -2348,10 +2322,8 @@ PATHS = [(verb, regex_of(pattern), function) for verb, pattern, function in ROUT
 
 def route(method: str, path: str) -> tuple[Route, dict[str, str]]:
     """The function for a request. Raises WebError when there is none."""
-    fitting: dict[str, tuple[Route, dict[str, str]]] = {}
-    for verb, regex, function in PATHS:
-        if found := regex.fullmatch(path):
-            fitting.setdefault(verb, (function, found.groupdict()))
+    fitting = {verb: (function, found.groupdict()) for verb, regex, function in reversed(PATHS)
+               if (found := regex.fullmatch(path))}  # of two the first in the table counts
     if not fitting:
         raise WebError("not_found", "there is nothing at this address")
     verb = "GET" if method == "HEAD" else method
