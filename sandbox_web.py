@@ -602,23 +602,30 @@ def digest(user: str, password: str) -> bytes:
 # --- Connections ---
 
 
-class Server(ThreadingTCPServer):
-    """A thread per connection, up to CONNECTIONS of them; then one without a login makes room.
+class App(ThreadingTCPServer):
+    """What one server is made of; a thread per connection, up to CONNECTIONS of them.
 
-    Whatever an anonymous connection is doing (a handshake, half a head, half a body, an answer that
-    it does not take), it goes before one with a login: first the oldest from an address that nobody
-    is logged in from.
+    Then one without a login makes room. Whatever an anonymous connection is doing (a handshake,
+    half a head, half a body, an answer that it does not take), it goes before one with a login:
+    first the oldest from an address that nobody is logged in from.
     """
 
     daemon_threads = True
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], app: App, tls: ssl.SSLContext | None) -> None:
-        self.app, self.tls = app, tls
+    def __init__(self, address: tuple[str, int], config: Config,
+                 tls: ssl.SSLContext | None) -> None:
+        self.tls = tls
+        self.password = config.get("serverPass") or secrets.token_urlsafe(12)
+        state = web_path(address)
+        self.gateway = Gateway(config.get("serverUser"), self.password, f"{state}.json", address,
+                               tls is not None, config.all("allowedHosts"))
+        self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
+        self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
-        # Whether each waits for a request; the one for which this changed last is the last.
+        # Whether each connection waits for a request, the oldest state first.
         self.waiting: dict[Handler, bool] = {}
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
@@ -665,7 +672,7 @@ class Server(ThreadingTCPServer):
 
     def service_actions(self) -> None:
         """What is to be done twice a second."""
-        self.app.gateway.cut_ended()
+        self.gateway.cut_ended()
         self.most = max(self.most, self.count)
         if self.most - self.count > CONNECTIONS_TRIMMED:
             self.most = self.count
@@ -679,7 +686,7 @@ class Server(ThreadingTCPServer):
 class Handler(BaseRequestHandler):
     """One connection: its requests in turn. Every wait has a deadline for the whole of it."""
 
-    server: Server
+    server: App
 
     def setup(self) -> None:
         self.handed_over = False
@@ -699,7 +706,7 @@ class Handler(BaseRequestHandler):
 
     def leave(self) -> None:
         """The connection has ended, here or in a terminal."""
-        self.server.app.gateway.held.pop(self.connection, None)
+        self.server.gateway.held.pop(self.connection, None)
         self.server.count_out(self)
 
     def handle(self) -> None:
@@ -732,7 +739,7 @@ class Handler(BaseRequestHandler):
             if self.unread:
                 self.linger()
             return keep
-        self.server.app.gateway.hold(self.login, self.connection)
+        self.server.gateway.hold(self.login, self.connection)
         self.log_answer(200 if isinstance(answer, Stream) else 101, began)
         if not isinstance(answer, Stream):
             answer(self.connection, bytes(self.buffer), self.leave)
@@ -752,11 +759,10 @@ class Handler(BaseRequestHandler):
             head = self.read_head()
             self.request_now = request = parse_head(head, str(self.client_address[0]))
             self.unread = request.length > 0
-            app = self.server.app
-            refused = app.gateway.admit(request, self.local)
+            refused = self.server.gateway.admit(request, self.local)
             self.login = request.login
             self.server.place(self, waits=False)
-            return refused or app.answer(request, self.read_body)
+            return refused or self.carry_out(request)
         except (TimeoutError, EOFError, ConnectionError):
             raise
         except Exception as error:
@@ -766,6 +772,14 @@ class Handler(BaseRequestHandler):
         finally:
             # HEAD gets no body, not even with the error for a head that could not be read.
             self.bare = (head or self.buffer).startswith(b"HEAD ")
+
+    def carry_out(self, request: Request) -> Reply:
+        """Read the body of a request that the gateway has admitted, and call its function."""
+        function, params = route(request.method, request.path)
+        request.body = self.read_body(request)
+        if request.path not in ANONYMOUS and not self.server.gateway.is_live(request.login):
+            return anonymous_answer(request.path)  # the login ended while the body came
+        return function(self.server, request, params)
 
     def fill(self, deadline: float, late: str = "") -> None:
         """Read once. Raises EOFError, and after the deadline TimeoutError, or Malformed(late)."""
@@ -795,10 +809,9 @@ class Handler(BaseRequestHandler):
         del self.buffer[: at + 4]
         return head
 
-    def read_body(self, limit: int) -> bytes:
-        """The body of the request at hand. Raises Malformed, also for more than the limit."""
-        request = self.request_now
-        assert request
+    def read_body(self, request: Request) -> bytes:
+        """The body of the request at hand. Raises Malformed."""
+        limit = BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES
         if request.length > limit:
             raise Malformed("too_large", f"the body is longer than {limit} bytes")
         expected = request.headers.get("expect", "")
@@ -2334,26 +2347,6 @@ def route(method: str, path: str) -> tuple[Route, dict[str, str]]:
     return fitting[verb]
 
 
-class App:
-    """What one server is made of."""
-
-    def __init__(self, address: tuple[str, int], config: Config, secure: bool) -> None:
-        self.password = config.get("serverPass") or secrets.token_urlsafe(12)
-        state = web_path(address)
-        self.gateway = Gateway(config.get("serverUser"), self.password, f"{state}.json", address,
-                               secure, config.all("allowedHosts"))
-        self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
-        self.stopping = False
-
-    def answer(self, request: Request, read_body: Callable[[int], bytes]) -> Reply:
-        """Read the body of a request that the gateway has admitted, and carry it out."""
-        function, params = route(request.method, request.path)
-        request.body = read_body(BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES)
-        if request.path not in ANONYMOUS and not self.gateway.is_live(request.login):
-            return anonymous_answer(request.path)  # the login ended while the body came
-        return function(self, request, params)
-
-
 # --- Service control ---
 
 Tell = Callable[[str], None]
@@ -2599,7 +2592,6 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         pid = lock.read().get("pid")
         raise SandboxError(f"a sandbox server runs at {where} already (process {pid})",
                            f"sandbox serve {where} --restart, or --stop")
-    app = App(address, config, tls is not None)
     named = leads_here(OWN_NAME, address[0])
     # One heap for all threads, and large buffers out of it: what is freed goes back to the system.
     call_libc("mallopt", -8, 1)  # M_ARENA_MAX
@@ -2607,7 +2599,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(0.0001)
     try:
-        server = Server(address, app, tls)
+        app = App(address, config, tls)
     except OSError as error:
         what = "port" if error.errno == errno.EADDRINUSE else "address"
         raise SandboxError(f"cannot listen on {where}: {error.strerror}",
@@ -2633,11 +2625,11 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         lines.append(f"log: {web_path(address)}.log")
     tell("\n".join(lines))
     with suppress(KeyboardInterrupt):
-        server.serve_forever(0.5)
+        app.serve_forever(0.5)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     app.stopping = True
-    server.server_close()
+    app.server_close()
     app.terminals.close_all()
     with suppress(OSError):
         lock.write({"pid": os.getpid(), "background": record["background"]})
