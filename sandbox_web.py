@@ -110,7 +110,6 @@ WEBSOCKETS_MAJOR = 13  # the oldest websockets that works
 LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it kept
 
 Params = Mapping[str, str]
-Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 
 # --- Errors ---
 
@@ -1530,8 +1529,8 @@ class Follower:
     def __init__(self, folder: str, offset: int) -> None:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
-        # The last runs before the one at hand, by stream.
-        self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))
+        # The last runs before the one at hand, by stream, as (start, end).
+        self.passed = [deque[tuple[int, int]](maxlen=3) for _ in STREAMS]
         self.unparsed = b""
         fds: list[int] = []
         try:
@@ -1616,7 +1615,7 @@ def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower, app
     """Send a job's output as server-sent events, until the job has ended or the client has gone."""
     # One decoder for each stream: output of the other may come between the bytes of a character.
     # An offset may lie between them as well.
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in STREAMS]
     for stream, decoder in enumerate(decoders):
         decoder.decode(follower.before(stream))
     poller = select.poll()
@@ -1867,12 +1866,9 @@ class Terminal:
         """Start the engine's client on a new PTY, without a line discipline of ours in between."""
         import tty
 
-        config = sandbox.session_config(self.session)
         env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
-        env |= sandbox.exec_env(config, workdir(self.session))
-        command = sandbox.SHELL
-        if self.run == "agent":
-            command = sandbox.AGENTS[self.session.agent].yolo
+        env |= sandbox.exec_env(sandbox.session_config(self.session), workdir(self.session))
+        command = sandbox.AGENTS[self.session.agent].yolo if self.run == "agent" else sandbox.SHELL
         argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.tag,
                                  command, stdin=True, size=self.size)
         environ = {**os.environ, "TERM": "xterm-256color", "SANDBOX_ENV": sandbox.env_script(env)}
@@ -2284,7 +2280,7 @@ def accept_websocket(request: Request) -> tuple[ServerProtocol, Any]:
 
 # --- Routes ---
 
-Route = Callable[["App", Request, Params], Reply]
+Route = Callable[[App, Request, Params], Reply]
 SESSION = "/api/sessions/{session}"
 ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/", asset_route("ui/index.html")),
