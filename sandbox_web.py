@@ -809,7 +809,7 @@ class Handler(BaseRequestHandler):
         return head
 
     def read_body(self, request: Request) -> bytes:
-        """The body of the request at hand. Raises Malformed."""
+        """The body of a request. Raises Malformed."""
         limit = BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES
         if request.length > limit:
             raise Malformed("too_large", f"the body is longer than {limit} bytes")
@@ -954,7 +954,7 @@ class Sessions:
         self.changes = 0
         self.rows: list[dict[str, str]] = []
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
-        # When the last call failed, and what its WebError said; one that is kept keeps its frames.
+        # When the last call failed, and what is told of it: an error that is kept holds its frames.
         self.failed = (0.0, ("", "", ""))
 
     def expire(self) -> None:
