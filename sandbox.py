@@ -926,11 +926,11 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
-          fds: Mapping[int, int] | None = None,
-          own_group: bool = False) -> int:
+          fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
-    Raises FileNotFoundError when there is no such program.
+    Raises FileNotFoundError when there is no such program, and what the handler of a signal raises
+    with the child ended: nobody knows its pid then.
     """
     import signal
 
@@ -941,8 +941,25 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     reset += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in (fds or {}).items()]
     group: dict[str, Any] = {"setpgroup": 0} if own_group else {}
-    return os.posix_spawnp(argv[0], list(argv), env or os.environ, file_actions=actions,
-                           setsigdef=reset, **group)
+    pid, mask = 0, signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, reset)
+        pid = os.posix_spawnp(argv[0], list(argv), env or os.environ, file_actions=actions,
+                              setsigdef=reset, setsigmask=mask, **group)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what has waited is handled here
+        return pid
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if pid:
+            terminate(pid)
+        raise
+
+
+def terminate(pid: int) -> None:
+    """End a process and wait for it."""
+    with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
+        os.kill(pid, 15)
+    wait_for(pid)
 
 
 def wait_for(pid: int) -> int:
@@ -1147,9 +1164,7 @@ class Step:
                                125) from None
         except BaseException:
             if pid:
-                with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
-                    os.kill(pid, 15)
-                wait_for(pid)
+                terminate(pid)
             self.wipe()
             self.forget_log()
             say(f"{self.title} was interrupted{self.undone}")
