@@ -788,8 +788,9 @@ class Config:
         """The values of a list, each once, in order."""
         return list(dict.fromkeys(value for value, _ in self.settings.get(key, ())))
 
-    def source(self, key: str) -> str:
-        return self.settings[key][-1][1] if key in self.settings else ""
+    def is_given(self, key: str) -> bool:
+        """Whether anything but the defaults says what it is."""
+        return any(key in layer.values for layer in self.layers if layer.origin != "default")
 
     @property
     def image(self) -> str:
@@ -2411,7 +2412,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         raise missing_image(engine, config)
     if status:
         raise engine.failure(err)
-    limited = any(config.source(key.name) not in ("", "default") for key in limits())
+    limited = any(config.is_given(key.name) for key in limits())
     if limited and err.strip():
         say(err.strip())  # the engine warns that it cannot enforce a limit
     session.id = out.strip()
@@ -2676,7 +2677,7 @@ class RunRequest:
             found = None if self.looked else known
             engine, self.session = found or find_session(self.engines, self.name)
             self.engines = [engine]
-            if known and not self.session and self.config.source("network") == "default":
+            if known and not self.session and not self.config.is_given("network"):
                 check_gone(known[1])
         if self.session:
             self.adopt(self.session, data)
@@ -2696,7 +2697,7 @@ class RunRequest:
                                "choose another name with -n", 125)
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
-        if self.config.source("hostPath") == "default":
+        if not self.config.is_given("hostPath"):
             if within(self.spec["directory"], have["directory"]) is None:
                 say(f"{session.name} works on {have['directory']}; "
                     f"{self.spec['directory']} is not mounted in it")
