@@ -11,15 +11,16 @@ Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the conf
 Exit codes: 0; 1 our own failure or a wrong configuration; 2 usage; 130 Ctrl-C. `run` passes the
 status of what it ran on, uses 125 for a failure before that, and 128+n for a signal n.
 
-Import budget: at import only os, sys, contextlib, and functools, which contextlib imports;
-argparse, json, select and signal where a command needs them; never subprocess, shutil, dataclasses
-or typing. `sandbox ps` is measured against it.
+Import budget: at import only os, sys and time, which the interpreter has loaded, contextlib, and
+functools, which contextlib imports; argparse, json, select and signal where a command needs them;
+never subprocess, shutil, dataclasses or typing. `sandbox ps` is measured against it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -1003,8 +1004,6 @@ class Output:
 
     def __init__(self, argv: Sequence[str], seconds: float | None = CALL_SECONDS) -> None:
         """`seconds` from now it must have ended; None for no limit."""
-        import time
-
         self.argv, self.seconds = argv, seconds
         self.deadline = None if seconds is None else time.monotonic() + seconds
         self.leads = seconds is not None and seconds < LONG_SECONDS and not os.isatty(0)
@@ -1062,8 +1061,6 @@ class Output:
 
     def wait(self) -> int:
         """The exit status of a process that has closed its streams, which most do by ending."""
-        import time
-
         pause_seconds = 0.0001
         while self.deadline is not None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -1076,8 +1073,6 @@ class Output:
 
     def left_ms(self) -> float | None:
         """Milliseconds up to the deadline. Raises EngineProblem when it has passed."""
-        import time
-
         if self.deadline is None:
             return None
         left = self.deadline - time.monotonic()
@@ -1121,8 +1116,6 @@ class Step:
 
         Raises SandboxError when it fails or cannot be started.
         """
-        import time
-
         self.began = time.monotonic()
         if os.environ.get("SANDBOX_VERBOSE"):
             say(self.head)
@@ -1183,15 +1176,11 @@ class Step:
         self.tail = [printable(line)[:400] for line in [*self.tail, *lines][-8:]]
 
     def elapsed(self) -> str:
-        import time
-
         seconds = round(time.monotonic() - self.began)
         return f"{seconds // 60}:{seconds % 60:02d}"
 
     def draw(self) -> None:
         """Show what it is, how long it has taken and its last line, over what was shown before."""
-        import time
-
         now = time.monotonic()
         if not self.live or now - self.drawn < 0.1:
             return
@@ -1653,8 +1642,6 @@ class Engine:
 
     def start_daemon(self, commands: Sequence[Sequence[str]]) -> None:
         """Start the daemon and wait until it answers. Raises SandboxError with its last words."""
-        import time
-
         hint = "mend that and try again"
         try:
             Remedy(commands).carry_out()
@@ -1831,8 +1818,6 @@ class Podman(Engine):
         return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", "json"]
 
     def read_list(self, out: str) -> list[dict[str, Any]]:
-        import time
-
         return [{"name": row["Names"][0], "state": row["State"], "image": row["Image"],
                  "created": iso_time(time.strftime("%Y-%m-%d %H:%M:%S %z",
                                                    time.localtime(row["Created"]))),
