@@ -1283,13 +1283,17 @@ PACKAGE_MANAGERS = {
 
 def install_commands(*packages: str) -> list[list[str]]:
     """Commands that install the packages here, [] where no known package manager is found."""
-    from shutil import which
-
     for manager, (*before, install) in PACKAGE_MANAGERS.items():
-        if which(manager):
+        if program(manager):
             commands = [*before, [*install, *packages]]
             return commands if manager == "brew" else [as_root(command) for command in commands]
     return []
+
+
+def install_remedy(packages: Iterable[str], otherwise: str) -> Remedy:
+    """To install packages, or to be told what to install where we do not know how."""
+    commands = install_commands(*packages)
+    return Remedy(commands, note="" if commands else f"install {otherwise}")
 
 
 def may_run(name: str) -> bool:
@@ -1621,12 +1625,9 @@ class Engine:
         return Remedy(install_commands(*self.packages()), note=f"upgrade {self.name}")
 
     def helper_remedy(self, programs: Sequence[str]) -> Remedy:
-        from shutil import which
-
-        packages = dict.fromkeys(self.helpers[name] if which("apt-get") else name
+        packages = dict.fromkeys(self.helpers[name] if program("apt-get") else name
                                  for name in programs)
-        commands = install_commands(*packages)
-        return Remedy(commands, note="" if commands else f"install {' '.join(packages)}")
+        return install_remedy(packages, " ".join(packages))
 
     def packages(self) -> list[str]:
         """The packages that it comes in."""
@@ -1711,14 +1712,11 @@ class Docker(Engine):
         return [{**row, "created": iso_time(row["created"])} for row in rows]
 
     def packages(self) -> list[str]:
-        from shutil import which
-
-        if not which("apt-get"):
+        if not program("apt-get"):
             return [self.name]
         with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
+            # From Debian 13 on the client is a package of its own, which docker.io only recommends.
             if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
-                # From Debian 13 on the client is a package of its own, which docker.io
-                # only recommends.
                 return ["docker-cli"]
         return ["docker.io"]
 
@@ -1839,10 +1837,8 @@ class Podman(Engine):
         return found
 
     def packages(self) -> list[str]:
-        from shutil import which
-
         # rootless it wants its helpers named
-        return [self.name, *(["uidmap", "slirp4netns"] if which("apt-get") else [])]
+        return [self.name, *(["uidmap", "slirp4netns"] if program("apt-get") else [])]
 
     def start_commands(self, message: str) -> list[list[str]]:
         return [["podman", "machine", "start"]] if sys.platform == "darwin" else []
@@ -1886,12 +1882,9 @@ ENGINES: dict[str, type[Engine]] = {driver.name: driver for driver in (Docker, P
 
 def engine_remedy(wanted: str) -> Remedy:
     """How to install the engine that was asked for, or the one that fits best."""
-    from shutil import which
-
     # An ordinary user is best served by podman: no daemon, no group that is as good as root.
-    best = Docker if os.getuid() == 0 and which("apt-get") else Podman
-    commands = install_commands(*ENGINES.get(wanted, best)().packages())
-    return Remedy(commands, note="" if commands else f"install {' or '.join(ENGINES)}")
+    best = Docker if os.getuid() == 0 and program("apt-get") else Podman
+    return install_remedy(ENGINES.get(wanted, best)().packages(), " or ".join(ENGINES))
 
 
 def iso_time(text: str) -> str:
