@@ -180,8 +180,7 @@ class FileError(SandboxError):
     """A file of ours that could not be written; `errno` says why."""
 
     def __init__(self, path: str, error: OSError) -> None:
-        hint = "make room or correct the permissions"
-        super().__init__(f"{path}: {error.strerror}", hint)
+        super().__init__(f"{path}: {error.strerror}", "make room or correct the permissions")
         self.errno = error.errno
 
 
@@ -287,20 +286,16 @@ def finite(text: str) -> float:
     return number
 
 
-def read_json(path: str) -> Any:
+def read_json(path: str, number: Callable[[str], float] | None = None) -> Any:
     """The value in a file that others may have written, too. Raises OSError and ValueError."""
     with open(path, "rb") as file:
         text = file.read(JSON_FILE_BYTES + 1)
     if len(text) > JSON_FILE_BYTES:
         raise ValueError(f"it is larger than {JSON_FILE_BYTES} bytes")
-    return parse_json(text)
+    return parse_json(text, number)
 
 
 # --- Env files ---
-
-
-class EnvFileError(SandboxError):
-    """A line of an env file that is not of the format of the README, section Env files."""
 
 
 def parse_env_file(text: str, source: str) -> dict[str, tuple[str, int]]:
@@ -309,7 +304,7 @@ def parse_env_file(text: str, source: str) -> dict[str, tuple[str, int]]:
     A line is `[export] NAME=value`; `#` starts a comment line. Single quotes keep everything,
     double quotes keep everything but a backslash before `"`, `\\`, `$` or a backtick; no
     substitution takes place. What shells read in two ways is refused. Only LF ends a line: a
-    carriage return belongs to the value. Raises EnvFileError.
+    carriage return belongs to the value. Raises SandboxError.
     """
     variables: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -319,7 +314,7 @@ def parse_env_file(text: str, source: str) -> dict[str, tuple[str, int]]:
         try:
             name, value = parse_env_line(body)
         except ValueError as error:
-            raise EnvFileError(f"{source}:{number}: {error}", 'write export NAME="value"') from None
+            raise SandboxError(f"{source}:{number}: {error}", 'write export NAME="value"') from None
         variables[name] = (value, number)
     return variables
 
@@ -358,9 +353,8 @@ def unquote_env(name: str, rest: str) -> str:
         at += 1
     if at >= len(rest):
         raise ValueError(f"the quote of {name} is not closed")
-    tail = rest[at + 1 :]
-    cr = "\r" if tail.startswith("\r") else ""
-    tail = tail.removeprefix("\r")
+    cr = "\r" if rest.startswith("\r", at + 1) else ""
+    tail = rest[at + 1 + len(cr) :]
     if tail.strip(" \t") and not (tail[0] in " \t" and tail.lstrip(" \t").startswith("#")):
         raise ValueError(f"text after the closing quote of {name}")
     return value + cr
@@ -543,14 +537,11 @@ def canonical_host(text: str) -> str:
 
 
 def a_network(value: Any) -> Any:
-    """`open`, `none`, `host`, or an object with the keys `allow` and, where some are meant, `deny`:
-    lists of hosts."""
-    if isinstance(value, dict) and "allow" in value and not set(value) - {"allow", "deny"}:
-        lists = {key: [a_rule(rule) for rule in rules] for key, rules in value.items()
-                 if isinstance(rules, list)}
-        if len(lists) == len(value):
-            return {key: list(dict.fromkeys(rules)) for key, rules in lists.items()
-                    if rules or key == "allow"}
+    """`open`, `none`, `host`, or an object with lists of hosts: `allow` and, maybe, `deny`."""
+    if (isinstance(value, dict) and "allow" in value and not set(value) - {"allow", "deny"}
+            and all(isinstance(rules, list) for rules in value.values())):
+        lists = {key: list(dict.fromkeys(map(a_rule, rules))) for key, rules in value.items()}
+        return {key: rules for key, rules in lists.items() if rules or key == "allow"}
     if value not in ("open", "none", "host"):
         raise ValueError(f'{value!r} is not open, none, host, or {{"allow": ["<host>[:<port>]"]}}')
     return value
@@ -569,17 +560,12 @@ a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m 
                   then=str.lower)
 a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True, then=int)
 a_build_argument = matching(r"[A-Za-z_]\w*=.*", "<NAME>=<value>")
+a_host = matching(r"\[?[\w.:-]+\]?", "a host name", then=lambda text: text.lower().strip("[]"))
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
 
 
 def an_engine(value: Any) -> str:
-    name: str = one_of(ENGINES, "an engine")(value)
-    return name
-
-
-def a_host(value: Any) -> str:
-    text: str = matching(r"\[?[\w.:-]+\]?", "a host name")(value)
-    return text.lower().strip("[]")
+    return one_of(ENGINES, "an engine")(value)
 
 
 def an_environment(value: Any) -> dict[str, str]:
@@ -808,24 +794,19 @@ def config_path() -> str:
 
 def read_config() -> dict[str, Any]:
     """The configuration file, {} where there is none. Raises SandboxError with line and column."""
-    path = config_path()
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SandboxError(f"{path}: {getattr(error, 'strerror', None) or error}",
-                           "correct the file") from None
     import json
 
+    path = config_path()
     try:
-        data = parse_json(text, float)  # a key's own check says more of what is no number
+        data = read_json(path, float)  # a key's own check says more of what is no number
+    except FileNotFoundError:
+        return {}
     except json.JSONDecodeError as error:
         raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}",
                            "correct the JSON") from None
-    except ValueError as error:  # nested too deeply, or a number of 5,000 digits
-        raise SandboxError(f"{path}: {error}", "correct the JSON") from None
+    except (OSError, ValueError) as error:  # nested too deeply, or a number of 5,000 digits
+        raise SandboxError(f"{path}: {getattr(error, 'strerror', None) or error}",
+                           "correct the file") from None
     if not isinstance(data, dict) or not isinstance(data.get("runs", {}), dict):
         raise SandboxError(f"{path}: the file and its `runs` must be JSON objects",
                            "correct the JSON")
