@@ -1327,6 +1327,11 @@ NO_ROOM_HINT = "make room: sandbox doctor shows the disk"
 LAST_HINT = "sandbox doctor checks the engine"
 
 
+def each(option: str, values: Iterable[str]) -> list[str]:
+    """An option, again for each value."""
+    return [word for value in values for word in (option, value)]
+
+
 class Engine:
     """The driver of an engine. What stands here is in the words that docker and podman share.
 
@@ -1461,11 +1466,9 @@ class Engine:
         and options. A service is closed further than a session and started again when it fails.
         """
         argv = [self.name, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
-                "--name", name, "--user", "0:0", "--workdir", workdir]
-        for variable in env:
-            argv += ["-e", variable]
-        argv += ["--cap-drop", "ALL", "--log-driver", "json-file",
-                 "--log-opt", f"max-size={log_size}"]
+                "--name", name, "--user", "0:0", "--workdir", workdir, *each("-e", env),
+                "--cap-drop", "ALL", "--log-driver", "json-file",
+                "--log-opt", f"max-size={log_size}"]
         argv += [f"--cap-add={capability}" for capability in capabilities]
         argv += ["--security-opt", "no-new-privileges", "--read-only",
                  "--restart", "on-failure"] if service else []
@@ -1473,15 +1476,10 @@ class Engine:
         for limit, value in limits.items():
             argv += [f"--{limit}", str(value)] if value else []
         argv += ["--network", network] if network != "open" else []
-        for port in ports:
-            argv += ["--publish", port]
-        for key, value in labels.items():
-            argv += ["--label", f"{key}={value}"]
+        argv += each("--publish", ports) + each("--label", map("=".join, labels.items()))
         for bind in binds:
             argv += self.bind_argv(*bind)
-        for volume in volumes:
-            argv += ["--volume", volume]
-        return [*argv, "--entrypoint", command[0], image, *command[1:]]
+        return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
     def bind_argv(self, host: str, container: str, options: str) -> list[str]:
         """A mount that fails when the host path does not exist; paths may hold any character."""
@@ -1507,9 +1505,7 @@ class Engine:
         argv = [self.name, "exec", *(["-i"] if stdin else []),
                 *(["-t", "--detach-keys", self.detach_keys] if terminal else []),
                 *(["--user", user] if user else []), *(["--workdir", workdir] if workdir else [])]
-        for variable in env:
-            argv += ["-e", variable]
-        return [*argv, name, *command]
+        return [*argv, *each("-e", env), name, *command]
 
     def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
                   since: float = 0) -> list[str]:
@@ -1536,13 +1532,10 @@ class Engine:
     def build_argv(self, tag: str, folder: str, labels: Mapping[str, str], args: Sequence[str],
                    host_network: bool) -> list[str]:
         """Builds the Containerfile of a folder; an argument without `=` has its value from ours."""
-        argv = [self.name, "build", "--force-rm", "-t", tag]
-        for key, value in labels.items():
-            argv += ["--label", f"{key}={value}"]
-        for arg in args:
-            argv += ["--build-arg", arg]
-        argv += ["--network", "host"] if host_network else []
-        return [*argv, "-f", os.path.join(folder, "Containerfile"), folder]
+        return [self.name, "build", "--force-rm", "-t", tag,
+                *each("--label", map("=".join, labels.items())), *each("--build-arg", args),
+                *(["--network", "host"] if host_network else []),
+                "-f", os.path.join(folder, "Containerfile"), folder]
 
     def build_problem(self) -> EngineProblem | None:
         """What this machine lacks for a build, as far as it can be seen."""
