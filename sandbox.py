@@ -252,10 +252,17 @@ NESTING = 64  # levels; nothing of ours has more than a dozen
 JSON_FILE_BYTES = 16 * 1024 * 1024
 
 
-def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] | None = None) -> Any:
+def finite(text: str) -> float:
+    number = float(text)
+    if number - number:  # not a number, for what is not finite
+        raise ValueError(f"{text[:40]} is not a number of JSON")
+    return number
+
+
+def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] = finite) -> Any:
     """The value of a JSON text; `number` reads what is no integer in it.
 
-    Raises ValueError, also for one that is nested deeper than NESTING levels and, without `number`,
+    Raises ValueError, also for one that is nested deeper than NESTING levels and, with finite(),
     for what JSON does not have (NaN, infinity): a browser would refuse what we make of it.
     """
     import json
@@ -263,7 +270,7 @@ def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] | N
     text = text if isinstance(text, str) else text.decode()
     if text.count("[") + text.count("{") > NESTING:
         check_nesting(text)
-    return json.loads(text, parse_constant=number or finite, parse_float=number or finite)
+    return json.loads(text, parse_constant=number, parse_float=number)
 
 
 def check_nesting(text: str) -> None:
@@ -279,14 +286,7 @@ def check_nesting(text: str) -> None:
             raise ValueError(f"it is nested deeper than {NESTING} levels")
 
 
-def finite(text: str) -> float:
-    number = float(text)
-    if number - number:  # not a number, for what is not finite
-        raise ValueError(f"{text[:40]} is not a number of JSON")
-    return number
-
-
-def read_json(path: str, number: Callable[[str], float] | None = None) -> Any:
+def read_json(path: str, number: Callable[[str], float] = finite) -> Any:
     """The value in a file that others may have written, too. Raises OSError and ValueError."""
     with open(path, "rb") as file:
         text = file.read(JSON_FILE_BYTES + 1)
@@ -891,9 +891,9 @@ def current_directory() -> str:
         raise SandboxError("the current directory no longer exists", "change to another directory",
                            125) from None
     if not is_exact(path):
-        raise SandboxError(
-            f"the current directory {path!r} has a control character or a byte that is not UTF-8",
-                           "rename it: engines would take another one for it", 125)
+        message = (f"the current directory {path!r} has a control character or a byte "
+                   "that is not UTF-8")
+        raise SandboxError(message, "rename it: engines would take another one for it", 125)
     return path
 
 
@@ -983,16 +983,16 @@ class Output:
     terminal on which it could ask for a passphrase.
     """
 
-    def __init__(self, argv: Sequence[str], seconds: float | None = CALL_SECONDS) -> None:
-        """`seconds` from now it must have ended; None for no limit."""
+    def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> None:
+        """`seconds` from now it must have ended."""
         self.argv, self.seconds = argv, seconds
-        self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.leads = seconds is not None and seconds < LONG_SECONDS and not os.isatty(0)
+        self.deadline = time.monotonic() + seconds
+        self.leads = seconds < LONG_SECONDS and not os.isatty(0)
         null = os.open(os.devnull, os.O_RDONLY)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
             self.pid = spawn(argv, fds={0: null, 1: out, 2: err}, own_group=self.leads)
-        except OSError:
+        except BaseException:
             self.close(self.out, self.err)
             raise
         finally:
@@ -1043,19 +1043,16 @@ class Output:
     def wait(self) -> int:
         """The exit status of a process that has closed its streams, which most do by ending."""
         pause_seconds = 0.0001
-        while self.deadline is not None:
+        while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 return exit_status(status)
             self.left_ms()
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 0.05)
-        return wait_for(self.pid)
 
-    def left_ms(self) -> float | None:
+    def left_ms(self) -> float:
         """Milliseconds up to the deadline. Raises EngineProblem when it has passed."""
-        if self.deadline is None:
-            return None
         left = self.deadline - time.monotonic()
         if left <= 0:
             words = printable(quote_all(self.argv[:4]))[:200]
@@ -1201,8 +1198,7 @@ class Remedy:
     """Commands that mend a problem, or an action of our own that one of our commands stands for."""
 
     def __init__(self, commands: Sequence[Sequence[str]],
-                 action: Callable[[], object] | None = None,
-                 note: str = "") -> None:
+                 action: Callable[[], object] | None = None, note: str = "") -> None:
         self.commands, self.action, self.note = commands, action, note
 
     def text(self) -> str:
@@ -1589,7 +1585,9 @@ class Engine:
         if kind == "permission":
             return permission_remedy(message)
         if kind == "helper":
-            return self.helper_remedy(self.missing_helpers(message))
+            packages = dict.fromkeys(self.helpers[name] if program("apt-get") else name
+                                     for name in self.missing_helpers(message))
+            return install_remedy(packages, " ".join(packages))
         if kind == "daemon":
             commands = self.start_commands(message)
             if commands:
@@ -1597,11 +1595,6 @@ class Engine:
             address = self.address()
             return Remedy([], note=f"start the {self.name} that is meant, or correct {address}")
         return Remedy(install_commands(*self.packages()), note=f"upgrade {self.name}")
-
-    def helper_remedy(self, programs: Sequence[str]) -> Remedy:
-        packages = dict.fromkeys(self.helpers[name] if program("apt-get") else name
-                                 for name in programs)
-        return install_remedy(packages, " ".join(packages))
 
     def packages(self) -> list[str]:
         """The packages that it comes in."""
@@ -1763,8 +1756,6 @@ class Podman(Engine):
         "rootless": ("info", "--format", "{{.Host.Security.Rootless}}"),
         "details": ("info", "--format", "json"),
     }
-    no_ids = ("podman has no user ids for its containers: "
-              "/etc/subuid and /etc/subgid do not name this user")
 
     def is_rootless(self, fact: str) -> bool:
         if fact == "remote":
@@ -1776,7 +1767,9 @@ class Podman(Engine):
         if host.get("serviceIsRemote") or not host["security"]["rootless"]:
             return
         if len(host["idMappings"]["uidmap"] or []) < 2:
-            raise EngineProblem("helper", self.no_ids, self.ids_remedy())
+            message = ("podman has no user ids for its containers: "
+                       "/etc/subuid and /etc/subgid do not name this user")
+            raise EngineProblem("helper", message, self.ids_remedy())
         network = host.get("rootlessNetworkCmd") or "slirp4netns"
         if not (host.get(network) or {}).get("executable", "?"):
             raise self.lacks(network)
