@@ -525,8 +525,7 @@ def canonical_host(text: str) -> str:
     host = text.removesuffix(".").lower() if text.isascii() else ""
     if not is_address(host):
         label = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-        named = len(host) < 254 and re.fullmatch(rf"{label}(\.{label})*", host)
-        return host if named else ""
+        return host if len(host) < 254 and re.fullmatch(rf"{label}(\.{label})*", host) else ""
     from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 
     with suppress(OSError):
@@ -1868,8 +1867,7 @@ def candidates(config: Config) -> list[Engine]:
 
 def first_answer(engines: Sequence[Engine],
                  start: Callable[[Engine], Output]) -> tuple[Engine, int, str, str]:
-    """Make one call on the first engine that answers: engine, status, stdout, stderr. Raises
-    EngineProblem."""
+    """The first engine that answers a call, and status, stdout, stderr. Raises EngineProblem."""
     met: SandboxError | None = None
     wanted = engines[0].name if len(engines) == 1 else ""
     broken = ""
@@ -1898,8 +1896,7 @@ def first_answer(engines: Sequence[Engine],
 
 
 def pick_engine(engines: Sequence[Engine]) -> tuple[Engine, bool]:
-    """The first engine that answers, and whether it is rootless. Raises EngineProblem, also when it
-    is too old."""
+    """The first engine that answers, and whether it is rootless. Raises EngineProblem."""
     engine, status, out, err = first_answer(engines, Engine.facts)
     if status:
         raise engine.failure(err)
