@@ -911,8 +911,8 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
           fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
-    Raises FileNotFoundError when there is no such program, and what the handler of a signal raises
-    with the child ended: nobody knows its pid then.
+    Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
+    the child is ended first: nobody else knows its pid yet.
     """
     import signal
 
