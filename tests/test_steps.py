@@ -155,5 +155,5 @@ def test_what_is_interrupted_while_it_is_started_ends(tmp_path: Path, verbose: s
 
 
 def test_what_is_started_is_open_to_every_signal(tmp_path: Path) -> None:
-    answer = run(tmp_path, "grep SigBlk /proc/self/status; exit 3")
+    answer = run(tmp_path, "exec grep SigBlk /proc/self/status", SANDBOX_VERBOSE="1")
     assert re.search(r"SigBlk:\s0{16}\n", answer.stderr), answer.stderr
