@@ -1080,7 +1080,7 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
                   places={key: name for name, key in keys.items()})
     config = sandbox.load_config(flags, profile)
     directory = config.get("hostPath")
-    if config.source("hostPath") == "default":
+    if not config.is_given("hostPath"):
         raise WebError("bad_request", "the directory is missing",
                        "give directory: an absolute path on the host")
     if not os.path.isdir(directory):
@@ -1306,7 +1306,7 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
     for name in data.get("runs", {}):
         try:
             config = sandbox.load_config(profile=name, data=data)
-            own = config.source("hostPath") != "default"
+            own = config.is_given("hostPath")
             profiles.append({"name": name, "agent": config.get("yolo") or "", "image": config.image,
                              "directory": config.get("hostPath") if own else "", "error": None})
         except SandboxError as error:
