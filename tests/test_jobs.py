@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -282,8 +282,15 @@ def test_a_killed_supervisor_is_said(service: Service, name: str) -> None:
 def supervisor_of(service: Service, job: Any) -> int:
     """The process that supervises a job."""
     folder = os.fsencode(service.engine.home / "jobs" / job["session"] / job["id"])
-    (pid,) = (int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline")
-              if folder in path.read_bytes().split(b"\0"))
+
+    def has_folder(pid: int) -> bool:
+        with suppress(OSError):  # others end meanwhile
+            return folder in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return False
+
+    pids = filter(has_folder, map(int, filter(str.isdigit, os.listdir("/proc"))))
+    # Until it has become the engine's client, its child is another of that command line.
+    (pid,) = (pid for pid in pids if os.getsid(pid) == pid)
     return pid
 
 
