@@ -11,15 +11,17 @@ Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the conf
 Exit codes: 0; 1 our own failure or a wrong configuration; 2 usage; 130 Ctrl-C. `run` passes the
 status of what it ran on, uses 125 for a failure before that, and 128+n for a signal n.
 
-Import budget: at import only os, sys, contextlib, and functools, which contextlib imports;
-argparse, json, select and signal where a command needs them; never subprocess, shutil, dataclasses
-or typing. `sandbox ps` is measured against it.
+Import budget: at import only os, sys, contextlib, functools, which contextlib imports, and errno
+and time, which are part of the interpreter; argparse, json, select and signal where a command needs
+them; never subprocess, shutil, dataclasses or typing. `sandbox ps` is measured against it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import time
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -293,6 +295,13 @@ def read_json(path: str) -> Any:
     if len(text) > JSON_FILE_BYTES:
         raise ValueError(f"it is larger than {JSON_FILE_BYTES} bytes")
     return parse_json(text)
+
+
+def to_json(value: object, **form: Any) -> str:
+    """json.dumps() with these options."""
+    import json
+
+    return json.dumps(value, **form)
 
 
 # --- Env files ---
@@ -2065,9 +2074,7 @@ def read_settings(name: str) -> dict[str, Any]:
 
 
 def write_settings(name: str, settings: Mapping[str, Any]) -> None:
-    import json
-
-    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    write_private(settings_path(name), to_json(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextmanager
@@ -2145,14 +2152,12 @@ def memory_path(engine: Engine, name: str) -> str:
 
 def remember(engine: Engine, session: Session) -> None:
     """Note id and labels of a session; that the note cannot be written does not matter."""
-    import json
-
     known = recall([engine], session.name)
     if known and known[1].id == session.id:
         return
     with suppress(FileError):
         write_private(memory_path(engine, session.name),
-                      json.dumps({"id": session.id, "labels": session.labels}))
+                      to_json({"id": session.id, "labels": session.labels}))
 
 
 def look_next_time(engine: Engine, session: Session) -> None:
@@ -2217,8 +2222,6 @@ def agent_of(command: str | Sequence[str]) -> str:
 
 def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) -> dict[str, str]:
     """The labels that make a container a session; nothing secret is in them."""
-    import json
-
     agent = config.get("yolo") or (agent_of(config.get("command")) if config.get("command") else "")
     # not the directory: where a later run comes from does not change it
     kept = {name: value for name, value in flags.values.items()
@@ -2230,7 +2233,7 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
-        "sandbox.created": json.dumps({"spec": spec, "flags": kept}, separators=(",", ":")),
+        "sandbox.created": to_json({"spec": spec, "flags": kept}, separators=(",", ":")),
     }
 
 
@@ -2528,24 +2531,20 @@ KEPT_DIRECTORY = "/var/lib/sandbox-net"  # a volume of the proxy's own, unseen b
 
 def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> list[str]:
     """The engine call that starts the proxy of a session, on the engine's default network."""
-    import json
-
     return engine.create_argv(
         session.proxy, spec["image"], [*PROXY_PROGRAM, "serve"],
         labels={"sandbox.session": session.labels["sandbox.session"],
                 "sandbox.proxy": session.name},
         workdir="/", service=True, limits={"pids-limit": 1024, "memory": PROXY_MEMORY},
         volumes=[f"{session.volume}:{NET_DIRECTORY}", KEPT_DIRECTORY],
-        env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={json.dumps(spec['network'])}"],
+        env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={to_json(spec['network'])}"],
         log_size="10m")
 
 
 def set_argv(engine: Engine, session: Session, network: Any) -> list[str]:
     """The engine call that gives the proxy its rules."""
-    import json
-
     return engine.exec_argv(session.proxy, [*PROXY_PROGRAM, "set"],
-                            env=[f"SANDBOX_RULES={json.dumps(network)}"])
+                            env=[f"SANDBOX_RULES={to_json(network)}"])
 
 
 def set_rules(engine: Engine, session: Session, network: Any) -> None:
@@ -2586,13 +2585,11 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
 
 def show_log(engine: Engine, session: Session, follow: bool) -> int:
     """Print the decisions that are in the log, and before them the hosts that came before these."""
-    import json
-
     _, out, _ = Output(engine.logs_argv(session.proxy)).result()
     oldest = next(filter(None, map(decision_of, out.splitlines())), {"time": "9999"})["time"]
     for entry in kept_decisions(engine, session):
         if entry["first"] < oldest:
-            print(json.dumps(entry), flush=True)
+            print(to_json(entry), flush=True)
     return call(engine.logs_argv(session.proxy, follow=follow), output=1)
 
 
@@ -3030,8 +3027,6 @@ class Image:
 
 def agents_stamp(image: Image, update: bool) -> str:
     """What the agents' layer is cached by: the existing image's, or a new one."""
-    import time
-
     if image.stamp and not update:
         return image.stamp
     return str(int(time.time()) // (1 if update else 86400))
@@ -3119,8 +3114,6 @@ def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool
 
 def cmd_run(args: argparse.Namespace) -> int:
     """Create or reuse a container and run an agent or a command in it."""
-    import time
-
     end_on_signals()
     try:
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
@@ -3162,8 +3155,6 @@ def converse(request: RunRequest, engine: Engine, session: Session, created: boo
 
 
 def converse_in(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
-    import time
-
     base = request.base()
     command = compose(base, request.args.agent_args)
     lasts = bool(created or request.agent or base is SHELL)
@@ -3218,8 +3209,6 @@ def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: 
 
 def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
     """The state of a container, '' when it is gone, and the status it ended with."""
-    import time
-
     for _ in range(5):  # the engine learns of the end of its processes one by one
         gone, out, err = Output(engine.inspect_argv(session.id)).result()
         if gone and not engine.is_absent(err):
@@ -3385,9 +3374,7 @@ def cmd_ps(args: argparse.Namespace) -> int:
     """List sessions, stopped ones included."""
     rows = list_sessions(candidates(load_config(flags_layer(args))))
     if args.json:
-        import json
-
-        print(json.dumps(rows, indent=2))
+        print(to_json(rows, indent=2))
     elif args.quiet:
         print("".join(f"{row['name']}\n" for row in rows), end="")
     else:
@@ -3420,9 +3407,7 @@ def cmd_net(args: argparse.Namespace) -> int:
     if args.action == "log":
         return show_log(engine, session, args.follow)
     if args.action == "show":
-        import json
-
-        print(json.dumps(network_of(session, session_config(session)), indent=2))
+        print(to_json(network_of(session, session_config(session)), indent=2))
         return 0
     if args.action == "check":
         Layer({"network": {"allow": args.hosts}}, "check", code=2, places={"network": "check"})
@@ -3477,8 +3462,6 @@ def cmd_prune(args: argparse.Namespace) -> int:
 
 def prune_engine(engine: Engine, dry_run: bool) -> None:
     """Remove the proxies and volumes of an engine whose session is gone, and print their names."""
-    import time
-
     left = leftovers(engine)
     if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
@@ -3508,7 +3491,6 @@ def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
 def half_written() -> list[str]:
     """The temporary files of write_private() that nobody is going to rename."""
     import re
-    import time
 
     folders = [sandbox_home(),
                *(os.path.join(sandbox_home(), folder) for folder in ("env", "known", "sessions"))]
@@ -3522,8 +3504,6 @@ def cmd_config(args: argparse.Namespace) -> int:
     """Print the effective configuration, or the commands that run would execute."""
     if args.what == "command":
         return show_command(args)
-    import json
-
     config = load_config(flags_layer(args), args.profile)
     result: dict[str, Any] = {}
     for name, settings in config.settings.items():
@@ -3531,7 +3511,7 @@ def cmd_config(args: argparse.Namespace) -> int:
         result[name] = values if KEYS[name].kind == "list" else values[-1]
     result["env"] = {name: described(setting, is_secret(name), args.reveal)
                      for name, setting in config.env().items()}
-    print(json.dumps(result, indent=2, ensure_ascii=False))
+    print(to_json(result, indent=2, ensure_ascii=False))
     return 0
 
 
@@ -3725,11 +3705,9 @@ def cmd_doctor(args: argparse.Namespace) -> int:
     if args.fix and mendable and not (args.yes or can_ask()):
         say("nothing was changed: there is no terminal to ask on (--yes mends without asking)")
     if args.json:
-        import json
-
-        print(json.dumps([{"check": c.name, "status": c.status, "detail": c.detail,
-                           "remedy": c.remedy.text() if c.remedy else None} for c in checks],
-                         indent=2))
+        print(to_json([{"check": c.name, "status": c.status, "detail": c.detail,
+                        "remedy": c.remedy.text() if c.remedy else None} for c in checks],
+                      indent=2))
     else:
         for check in checks:
             show(f"{check.status:4}  {check.name:13}  {check.detail}".rstrip())
@@ -3749,9 +3727,7 @@ def cmd_init(args: argparse.Namespace) -> int:
         say("nothing new: no agent's credentials or variables are here, "
             "or each has its run profile already")
     if found or not os.path.exists(config_path()):
-        import json
-
-        write_private(config_path(), json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        write_private(config_path(), to_json(data, indent=2, ensure_ascii=False) + "\n")
         show(f"wrote {config_path()}")
     for agent in found:
         print(f"try: sandbox run -r {agent}")
@@ -3999,8 +3975,6 @@ def usage() -> str:
 
 def dispatch(argv: Sequence[str]) -> int:
     """Parse the command line with the one parser it needs, and carry it out."""
-    import errno
-
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
