@@ -49,47 +49,6 @@ MASK = "<masked>"
 # What apt and sudo need inside the container; everything else is dropped.
 CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 
-# Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. The
-# environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
-# The first command after a start of the container starts the autostart script: a client that is
-# killed loses nothing. Which command is the first one is decided by who makes a directory that is
-# named after the time at which the container started. Two setsid detach the script: the second one
-# leads a process group and therefore forks. `&` would make the script ignore SIGINT.
-# SANDBOX_AUTOSTART is `job` where the command itself is the autostart script. At the end a note is
-# written that the command begins, for has_begun(). On a full disk the notes are emptied: then
-# nobody can claim that a command has not begun.
-EXEC_SCRIPT = """\
-n=0
-until [ -e /run/sandbox-ready ]; do
-  n=$((n+1))
-  [ $n -le 400 ] || { echo 'sandbox: the container did not become ready' >&2; exit 125; }
-  sleep 0.05
-done
-[ "$1" = 0 ] || stty rows "$1" cols "$2" 2>/dev/null
-shift 2
-read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ SANDBOX_START _ </proc/1/stat
-SANDBOX_START=/dev/shm/sandbox-start-$SANDBOX_START SANDBOX_SETSID=
-[ -d "$SANDBOX_START" ] || ! mkdir "$SANDBOX_START" 2>/dev/null ||
-  SANDBOX_SETSID=$(command -v setsid || echo setsid)
-eval "$SANDBOX_ENV"
-SANDBOX_SCRIPT=$SANDBOX_AUTOSTART
-unset SANDBOX_ENV SANDBOX_AUTOSTART
-[ -z "$SANDBOX_PROXY" ] || {
-  export HTTP_PROXY="$SANDBOX_PROXY" HTTPS_PROXY="$SANDBOX_PROXY"
-  export NO_PROXY=localhost,127.0.0.1,::1 NODE_USE_ENV_PROXY=1
-  export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
-  export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
-}
-if [ "$SANDBOX_SCRIPT" = job ]; then
-  [ "$SANDBOX_SETSID" ] ||
-    { echo 'another command has started it: see /tmp/autostart.log'; exit 0; }
-elif [ "$SANDBOX_SETSID" ] && [ "$SANDBOX_SCRIPT" ]; then
-  SANDBOX_EXEC=autostart "$SANDBOX_SETSID" "$SANDBOX_SETSID" sh -c "$SANDBOX_SCRIPT" \
-    </dev/null >/tmp/autostart.log 2>&1
-fi
-{ echo "$SANDBOX_EXEC" >>/run/sandbox-began || true >/run/sandbox-began; } 2>/dev/null
-exec "$@\""""
-
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
 
 
@@ -2242,6 +2201,19 @@ def limits() -> list[Key]:
     return [key for key in KEYS.values() if key.limit]
 
 
+def asset(path: str) -> bytes:
+    """A file of static/ in a checkout, wheel or zipapp. Raises SandboxError."""
+    parts = path.split("/")
+    if not all(part not in ("", ".", "..") and is_plain(part, "_.-") for part in parts):
+        raise SandboxError(f"{path!r} is not the path of an asset")
+    here = os.path.dirname(os.path.abspath(__file__))
+    for folder in ("sandbox_static", "static"):
+        with suppress(OSError):
+            return bytes(globals()["__loader__"].get_data(os.path.join(here, folder, *parts)))
+    raise SandboxError(f"the file static/{path} is missing from this installation",
+                       "install it again")
+
+
 def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
                  labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
@@ -2779,6 +2751,10 @@ def compose(command: str | Sequence[str], args: Sequence[str]) -> list[str]:
     return [*command, *args]
 
 
+# Read at import: a service finds another version of the file, or none, after an upgrade.
+EXEC_SCRIPT = asset("session/exec.sh").decode()
+
+
 def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command: Sequence[str], *,
               stdin: bool = False, size: tuple[int, int] | None = None) -> list[str]:
     """The engine call that runs a command in a session; with `size` (rows, columns) on a terminal.
@@ -2879,22 +2855,6 @@ LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt",
               "/etc/ssl/cert.pem")
-
-
-def asset(path: str) -> bytes:
-    """A file of static/ in a checkout, wheel or zipapp. Raises SandboxError."""
-    parts = path.split("/")
-    if not all(part not in ("", ".", "..") and is_plain(part, "_.-") for part in parts):
-        raise SandboxError(f"{path!r} is not the path of an asset")
-    here = os.path.dirname(os.path.abspath(__file__))
-    for folder in ("sandbox_static", "static"):
-        try:
-            return bytes(globals()["__loader__"].get_data(os.path.join(here, folder,
-                                                                       *path.split("/"))))
-        except OSError:
-            continue
-    raise SandboxError(f"the file static/{path} is missing from this installation",
-                       "install it again")
 
 
 def split_build_version(version: str, tool: str) -> tuple[str, str]:
