@@ -2022,14 +2022,13 @@ def read_settings(name: str) -> dict[str, Any]:
     path = settings_path(name)
     try:
         data = read_json(path)
+        if not isinstance(data, dict):
+            raise ValueError("the file is not a JSON object")
+        return data
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
-    if not isinstance(data, dict):
-        raise SandboxError(f"{path}: the file is not a JSON object",
-                           "correct the file or remove it")
-    return data
 
 
 def write_settings(name: str, settings: Mapping[str, Any]) -> None:
@@ -2038,8 +2037,7 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def lock_settings(name: str) -> Iterator[None]:
-    """Keep others from changing the settings of a session, and from putting its rules in force,
-    meanwhile."""
+    """Keep others from changing a session's settings, and from putting its rules in force."""
     import fcntl
 
     path = f"{settings_path(name)}.lock"
@@ -2053,16 +2051,9 @@ def lock_settings(name: str) -> Iterator[None]:
         yield
 
 
-def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
-    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there,
-    so it is left out."""
-    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
-                 "settings", f"{settings_path(name)}: ")
-
-
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
-                   flags: Layer | None = None,
-                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
+                   flags: Layer | None = None, profile: str | None = None,
+                   data: Mapping[str, Any] | None = None) -> Config:
     """What is in force for a session: the configuration, what its creation said, its settings, and
     flags given now."""
     data = read_config() if data is None else data
@@ -2071,7 +2062,10 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
         profile = session.profile
     _, kept = session.created()
     created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
-    return load_config(flags, profile, [created, settings_layer(session.name, settings)], data)
+    # agentPromptCommand may be '' there, and is read by the web service itself.
+    settings = {name: settings[name] for name in settings if name != "agentPromptCommand"}
+    made = Layer(settings, "settings", f"{settings_path(session.name)}: ")
+    return load_config(flags, profile, [created, made], data)
 
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
@@ -2160,9 +2154,10 @@ def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     for key, value in want.items():
         old = have.get(key)
         if isinstance(value, list):
-            lines += [f"{key}: it lacks {item}" for item in value if item not in (old or [])]
-            lines += [f"{key}: it has {item}, which is no longer asked for" for item in old or []
-                      if item not in value]
+            old = old or []
+            lines += [f"{key}: it lacks {item}" for item in value if item not in old]
+            lines += [f"{key}: it has {item}, which is no longer asked for"
+                      for item in old if item not in value]
         elif value != old and not (isinstance(old, dict) and isinstance(value, dict)):
             lines.append(f"{key}: it has {shown(old)}, asked for is {shown(value)}")
     return lines
@@ -2240,11 +2235,8 @@ def mount_targets(spec: Mapping[str, Any]) -> list[str]:
 
 
 def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
-    """The arguments of mounts_are() in static/session/mounts.sh; [] where this system has no mount
-    table.
-
-    The boot id of this machine, then for each mount its device and path there, and its place in the
-    container.
+    """The arguments of mounts_are() in static/session/mounts.sh: the boot id of this machine, then
+    for each mount its device and path, and its place in the container; [] without a mount table.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -2257,10 +2249,8 @@ def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
 
 
 def place_of(source: str) -> str:
-    """Device and path on it of a resolved path, as the mount table shows a bind mount of it
-    (proc(5), mountinfo).
-
-    "gone" for what is not there, or has become a link: no mount is that.
+    """Device and path on it of a resolved path, as the mount table (proc(5), mountinfo) shows a
+    bind mount of it; "gone", which no mount is, for what is not there or has become a link.
     """
     try:
         fd = os.open(source, os.O_PATH | os.O_CLOEXEC)
@@ -2291,29 +2281,28 @@ def engine_sockets() -> list[str]:
     """Paths at which an engine may listen: who reaches one of them owns the host."""
     run_user = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     home = os.path.expanduser("~")
-    known = [path.format(run=run_user, home=home)
-             for engine in ENGINES.values() for path in engine.sockets]
-    for variable in (engine.address_variable for engine in ENGINES.values()):
-        if os.environ.get(variable, "").startswith("unix://"):
-            known.append(os.environ[variable].removeprefix("unix://"))
-    known += OTHER_SOCKETS
+    known = [*OTHER_SOCKETS]
+    for engine in ENGINES.values():
+        known += [path.format(run=run_user, home=home) for path in engine.sockets]
+        address = os.environ.get(engine.address_variable, "")
+        if address.startswith("unix://"):
+            known.append(address.removeprefix("unix://"))
     return [os.path.realpath(path) for path in known]
 
 
 def check_mounts(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when a mount would hand out an engine's socket, or two go to one place."""
     paths = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
-    sockets = engine_sockets()
+    sockets = [socket for socket in engine_sockets() if os.path.exists(socket)]
     names = {os.path.basename(path) for engine in ENGINES.values() for path in engine.sockets}
     names.update(map(os.path.basename, OTHER_SOCKETS))
     for source, real in zip(paths, spec["sources"], strict=True):
-        for socket in sockets:
-            inside = os.path.commonpath([real, socket]) == real and os.path.exists(socket)
-            if inside or os.path.basename(real) in names:
-                raise SandboxError(
-                    f"{source} holds an engine's socket: whoever reaches it owns the host",
-                                   "mount something narrower, or say --allow-engine-socket", 125)
-        if real in ("/proc", "/sys", "/dev") or real.startswith(("/proc/", "/sys/", "/dev/")):
+        inside = any(within(socket, real) is not None for socket in sockets)
+        if inside or os.path.basename(real) in names:
+            message = f"{source} holds an engine's socket: whoever reaches it owns the host"
+            hint = "mount something narrower, or say --allow-engine-socket"
+            raise SandboxError(message, hint, 125)
+        if f"{real}/".startswith(("/proc/", "/sys/", "/dev/")):
             raise SandboxError(f"{source} is a window of the host's kernel", "mount something else",
                                125)
     targets = mount_targets(spec)
@@ -2340,17 +2329,15 @@ def check_spec(spec: Mapping[str, Any]) -> None:
                                "choose another path (--cp, -v)", 125)
     for source in spec["sources"]:
         if not is_exact(source):
-            raise SandboxError(
-                f"a mounted path leads to {source!r}, whose name engines read in another way",
-                               "rename it: no control characters, nothing but UTF-8", 125)
+            message = f"a mounted path leads to {source!r}, whose name engines read in another way"
+            raise SandboxError(message, "rename it: no control characters, nothing but UTF-8", 125)
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
                    spec: Mapping[str, Any]) -> tuple[Engine, Session]:
-    """Create and start a session and its proxy; what a failed attempt left is removed. Raises
-    SandboxError.
+    """Create and start a session and its proxy; what a failed attempt left is removed.
 
-    `spec` is spec_of(config) as it was checked.
+    `spec` is spec_of(config) as it was checked. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)

@@ -23,7 +23,7 @@ unset SANDBOX_ENV SANDBOX_AUTOSTART
   export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
   export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
 }
-# It is `job` where the command itself is the autostart script. Two setsid detach the script: the second one
+# SANDBOX_SCRIPT is `job` where the command itself is that script. Two setsid detach it: the second one
 # leads a process group and therefore forks. `&` would make the script ignore SIGINT.
 if [ "$SANDBOX_SCRIPT" = job ]; then
   [ "$SANDBOX_SETSID" ] ||
