@@ -2397,30 +2397,29 @@ def remove_leftover(engine: Engine, session: Session) -> None:
     remove_proxy(engine, session)
 
 
-def start_session(engine: Engine, session: Session) -> Session:
-    """The session, running."""
-    if session.state != "running":
-        if session.state == "paused":
-            hint = "run: " + quote_all(engine.argv("unpause", session.name))
-            raise SandboxError(f"the container {session.name} is paused", hint, 125)
-        have, _ = session.created()
-        if any(resolved(path) != path for path in have.get("sources", ())):
-            raise mount_turned(session)
-        # Restart the proxy: what ran in the session before may have left it stuck. Give it its
-        # rules before any command runs.
-        if session.proxy:
-            Output(engine.argv("restart", session.proxy), LONG_SECONDS).result()
-            set_rules(engine, session, network_of(session, session_config(session)))
-        engine.ask(engine.argv("start", session.name), LONG_SECONDS)
-        session.state = "running"
-        if have.get("sources"):
-            check_mounted(engine, session, have)
-    return session
+def start_session(engine: Engine, session: Session) -> None:
+    """Start a session that does not run. Raises SandboxError."""
+    if session.state == "running":
+        return
+    if session.state == "paused":
+        hint = "run: " + quote_all(engine.argv("unpause", session.name))
+        raise SandboxError(f"the container {session.name} is paused", hint, 125)
+    have, _ = session.created()
+    if any(resolved(path) != path for path in have.get("sources", ())):
+        raise mount_turned(session)
+    # Restart the proxy: what ran in the session before may have left it stuck. Give it its rules
+    # before any command runs.
+    if session.proxy:
+        Output(engine.argv("restart", session.proxy), LONG_SECONDS).result()
+        set_rules(engine, session, network_of(session, session_config(session)))
+    engine.ask(engine.argv("start", session.name), LONG_SECONDS)
+    session.state = "running"
+    check_mounted(engine, session, have)
 
 
 def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
     """Stop a session that was just started on other mounts than meant. Raises SandboxError."""
-    meant = mounts_meant(have)
+    meant = mounts_meant(have) if have.get("sources") else []
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
@@ -2442,14 +2441,13 @@ def mount_turned(session: Session) -> SandboxError:
                         f"look at its mounted paths, then: sandbox rm {session.name}", 125)
 
 
-def stop_session(engine: Engine, session: Session) -> Session:
-    """The session, with nothing running in it."""
+def stop_session(engine: Engine, session: Session) -> None:
+    """Stop a session that runs. Raises SandboxError."""
     if session.state == "running":
         engine.ask(engine.argv("stop", session.name), LONG_SECONDS)
         session.state = "exited"
         if session.proxy:
             Output(engine.argv("stop", session.proxy), LONG_SECONDS).result()
-    return session
 
 
 def missing_image(engine: Engine, config: Config) -> EngineProblem:
@@ -2466,8 +2464,8 @@ def check_agent(engine: Engine, config: Config) -> None:
     has = Image(engine, config.image).agents if agent else ()
     if has and agent not in has:
         wanted = [*has, agent]
-        build = missing_image(engine, config).remedy.commands[0]
-        command = [*build, "--iba", f"AGENTS={','.join(wanted)}"]
+        command = [*missing_image(engine, config).remedy.commands[0],
+                   "--iba", f"AGENTS={','.join(wanted)}"]
         raise EngineProblem("agent", f"{config.image} was built without {agent}",
                             Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
@@ -2553,8 +2551,7 @@ def show_log(engine: Engine, session: Session, follow: bool) -> int:
 
 
 def refusals(engine: Engine, session: Session, since: float) -> list[str]:
-    """A line for each of the hosts that were refused to a session since a time, the first five;
-    programs hide them."""
+    """A line for each of the first five hosts refused since a time: programs hide them."""
     if not session.proxy:
         return []
     out = ""
@@ -2666,8 +2663,7 @@ class RunRequest:
 
 
 def check_isolation(session: Session, have: Any, want: Any) -> None:
-    """Raise SandboxError when a session's network is open and it is not to be: a line that is said
-    may not be read."""
+    """Raise SandboxError when a session's network is open and is not to be: a line goes unread."""
     if have in ("open", "host") and want not in ("open", "host"):
         raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
                            f"sandbox rm {session.name}, then run this again; "
@@ -2675,11 +2671,10 @@ def check_isolation(session: Session, have: Any, want: Any) -> None:
 
 
 def check_gone(session: Session) -> None:
-    """Raise SandboxError when a session that was removed by other hands had no open network: its
+    """Raise SandboxError when a session without an open network was removed by other hands: its
     flags went with it."""
-    network = session.labels.get("sandbox.network")
-    if network in ("allow", "none"):
-        had = "an allowlist" if network == "allow" else "none"
+    had = {"allow": "an allowlist", "none": "none"}.get(session.labels.get("sandbox.network", ""))
+    if had:
         raise SandboxError(f"the container {session.name} is gone, and its network was {had}",
                            "say what it is to be now: --allow HOST, --net none or --net open", 125)
 
@@ -2716,8 +2711,8 @@ def terminal_env() -> dict[str, str]:
     term = os.environ.get("TERM", "")
     families = ("xterm", "screen", "tmux", "linux", "vt", "dumb")
     known = term.startswith(families) and not term.startswith("xterm-")
-    env = {"TERM": term if known or term == "xterm-256color" else "xterm-256color"}
-    return env | {name: os.environ[name] for name in ("COLORTERM",) if os.environ.get(name)}
+    color = os.environ.get("COLORTERM")
+    return {"TERM": term if known else "xterm-256color"} | ({"COLORTERM": color} if color else {})
 
 
 def env_script(env: Mapping[str, str]) -> str:
@@ -2725,9 +2720,8 @@ def env_script(env: Mapping[str, str]) -> str:
     script = "\n".join("export " + name + "='" + value.replace("'", "'\\''") + "'"
                        for name, value in env.items())
     if len(os.fsencode(script)) > ENVIRONMENT_BYTES:
-        raise SandboxError(
-            f"the environment has {len(script)} bytes, more than {ENVIRONMENT_BYTES}",
-                           "mount large values as files", 125)
+        message = f"the environment has {len(script)} bytes, more than {ENVIRONMENT_BYTES}"
+        raise SandboxError(message, "mount large values as files", 125)
     return script
 
 
@@ -2770,8 +2764,8 @@ def on_terminal() -> bool:
     return os.isatty(0) and os.isatty(1)  # sys.stdin is None when it was closed
 
 
-def terminal_size() -> tuple[int, int]:
-    size = os.get_terminal_size(sys.stdout.fileno())
+def terminal_size(fd: int) -> tuple[int, int]:
+    size = os.get_terminal_size(fd)
     return (size.lines, size.columns) if size.lines and size.columns else (24, 80)
 
 
@@ -2787,7 +2781,7 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     terminal = on_terminal()
     argv = exec_argv(engine, session, request.workdir(), tag, command,
                      stdin=terminal or not os.isatty(0),
-                     size=terminal_size() if terminal else None)
+                     size=terminal_size(1) if terminal else None)
     script = env_script((terminal_env() if terminal else {}) | request.env)
 
     def pass_on(number: int, _frame: object) -> None:
@@ -2801,6 +2795,10 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGWINCH)
 
+    if terminal:
+        import termios
+
+        mode = termios.tcgetattr(0)
     pid = 0
     handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
@@ -2809,33 +2807,18 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
         handlers.update(dict.fromkeys((signal.SIGWINCH, signal.SIGALRM), resize_again))
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        with keep_terminal(terminal):
-            pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
-            return wait_for(pid)
+        pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
+        return wait_for(pid)
     finally:
+        if terminal:  # an engine's client that is killed leaves it raw, and it may be gone
+            with suppress(termios.error):
+                termios.tcsetattr(0, termios.TCSADRAIN, mode)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-@contextmanager
-def keep_terminal(terminal: bool) -> Iterator[None]:
-    """Put the terminal back as it was: an engine's client that is killed leaves it raw."""
-    if not terminal:
-        yield
-        return
-    import termios
-
-    mode = termios.tcgetattr(0)
-    try:
-        yield
-    finally:
-        with suppress(termios.error):  # the terminal may be gone
-            termios.tcsetattr(0, termios.TCSADRAIN, mode)
-
-
 # --- Image ---
-
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
@@ -2873,12 +2856,12 @@ def check_build_args(args: Mapping[str, str]) -> None:
                                f"the build arguments are {', '.join(known)}", 2)
     for tool in args.get("TOOL", "common").split(","):
         if tool not in tools:
-            hint = f"TOOL is of {', '.join(tools)}"
-            raise SandboxError(f"the image has no tool {tool!r}{nearest(tool, tools)}", hint, 2)
+            raise SandboxError(f"the image has no tool {tool!r}{nearest(tool, tools)}",
+                               f"TOOL is of {', '.join(tools)}", 2)
     for agent in args["AGENTS"].split(",") if "AGENTS" in args else ():
         if agent not in AGENTS:
-            hint = f"AGENTS is of {', '.join(AGENTS)}"
-            raise SandboxError(f"there is no agent {agent!r}{nearest(agent, AGENTS)}", hint, 2)
+            raise SandboxError(f"there is no agent {agent!r}{nearest(agent, AGENTS)}",
+                               f"AGENTS is of {', '.join(AGENTS)}", 2)
 
 
 UNMADE = ": no image was made, and nothing half-made is left"
@@ -2902,7 +2885,9 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False,
     tag = f"{config.get('imageName')}:{version}"
     before = Image(engine, tag)
     args.setdefault("AGENTS", ",".join((before.agents if update_agents else ()) or AGENTS))
-    args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
+    # What the agents' layer is cached by: that of the image before, today's, or one of its own.
+    stamp = "" if update_agents else before.stamp
+    args["AGENTS_UPDATED"] = stamp or str(int(time.time()) // (1 if update_agents else 86400))
     steps = 1
     if not given.get("BASE"):
         args["BASE"], steps = ensure_base_image(engine, given.get("APT_MIRROR", ""))
@@ -2916,10 +2901,10 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
     """Build from the files of static/image/. Raises SandboxError."""
     import tempfile
 
-    given = [f"{name}={value}" for name, value in args.items()]
-    given += [name for name in PROXY_VARIABLES if os.environ.get(name)]
+    proxies = {name: os.environ[name] for name in PROXY_VARIABLES if os.environ.get(name)}
+    given = [*(f"{name}={value}" for name, value in args.items()), *proxies]
     labels = {"sandbox.agents": args["AGENTS_UPDATED"], "sandbox.programs": args["AGENTS"]}
-    host_network = any(f"//{host}" in os.environ.get(n, "") for n in PROXY_VARIABLES
+    host_network = any(f"//{host}" in proxy for proxy in proxies.values()
                        for host in ("127.", "localhost", "[::1]"))
     with tempfile.TemporaryDirectory(prefix="sandbox-build-") as context:
         copied = [name for words in containerfile("COPY") for name in words[:-1]]
@@ -2972,18 +2957,9 @@ class Image:
             Output(self.engine.argv("remove-image", self.id)).result()
 
 
-def agents_stamp(image: Image, update: bool) -> str:
-    """What the agents' layer is cached by: the existing image's, or a new one."""
-    if image.stamp and not update:
-        return image.stamp
-    return str(int(time.time()) // (1 if update else 86400))
-
-
 def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
-    """The distribution's base image: at hand, from a registry, or made from the distribution's
-    mirror.
-
-    With it the number of steps that the build has: 2 where the base was fetched or made first.
+    """The distribution's base image, at hand, from a registry or made from a mirror, and the number
+    of steps that the build has with it: 2 where the base was fetched or made first.
     """
     for name in (BASE_IMAGE, LOCAL_BASE):
         if Image(engine, name).id:
@@ -2991,13 +2967,13 @@ def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
     fetch = Step(f"fetch {BASE_IMAGE}", 1, 2)
     try:
         fetch.run(engine.argv("pull", BASE_IMAGE))
+        return BASE_IMAGE, 2
     except SandboxError:
         fetch.forget_log()
         last = fetch.tail[-1] if fetch.tail else "it says nothing"
         say(f"no registry gives {BASE_IMAGE} ({last})")
-        make_base(engine, mirror)
-        return LOCAL_BASE, 2
-    return BASE_IMAGE, 2
+    make_base(engine, mirror)
+    return LOCAL_BASE, 2
 
 
 def make_base(engine: Engine, mirror: str) -> None:
@@ -3009,9 +2985,8 @@ def make_base(engine: Engine, mirror: str) -> None:
         packages = ("mmdebstrap", "debian-archive-keyring")
         commands = install_commands(*packages) if which("apt-get") else []
         note = f"give a base image with --iba BASE=<image>, or load {BASE_IMAGE}"
-        note = "" if commands else note
         message = "no registry of base images answers, and mmdebstrap is not installed"
-        raise EngineProblem("debootstrap", message, Remedy(commands, note=note))
+        raise EngineProblem("debootstrap", message, Remedy(commands, note="" if commands else note))
     if os.getuid() and not program("sudo"):
         hint = f"ask an administrator to load {BASE_IMAGE}, or give another with --iba BASE=<image>"
         raise SandboxError("no registry of base images answers, and to make one takes root", hint,
@@ -3026,30 +3001,30 @@ def make_base(engine: Engine, mirror: str) -> None:
 # --- Commands ---
 
 
-def open_session(request: RunRequest) -> tuple[Engine, Session, bool]:
-    """The running session of a request, and whether it was created now."""
-    if request.session:
-        # In the state "created" another run is starting it, so it is not fresh for us.
-        engine, fresh = request.engines[0], request.session.state == "exited"
-        session = start_session(engine, request.session)
-        put_rules(engine, session, request, True)
-    else:
+def open_session(request: RunRequest) -> tuple[Engine, Session]:
+    """The running session of a request."""
+    if not request.session:
         engine, session = create_session(request.engines, request.name, request.config,
                                          request.flags, request.spec)
         forget_files(session.name)  # an earlier session's
-        fresh = True
-    request.fresh = fresh
-    return engine, session, not request.session
+        request.fresh = True
+        return engine, session
+    engine, session = request.engines[0], request.session
+    # In the state "created" another run is starting it, so it is not fresh for us.
+    request.fresh = session.state == "exited"
+    start_session(engine, session)
+    put_rules(engine, session, request, True)
+    return engine, session
 
 
 def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force; those that --allow has added stay. False where its
-    proxy is down."""
+    """Put an existing session's rules in force, those of --allow for good; False where its proxy is
+    down and is not to be started."""
     if not session.proxy:
         return True
     with lock_settings(session.name):  # and read again: somebody may have changed them
-        network = network_of(session,
-                             session_config(session, None, request.flags, request.args.profile))
+        config = session_config(session, None, request.flags, request.args.profile)
+        network = network_of(session, config)
         if start:
             set_rules(engine, session, network)
         elif Output(set_argv(engine, session, network)).result()[0]:
@@ -3068,7 +3043,7 @@ def cmd_run(args: argparse.Namespace) -> int:
         if (not request.looked and request.session
                 and put_rules(request.engines[0], request.session, request, False)):
             try:
-                return converse(request, request.engines[0], request.session, False)
+                return converse(request, request.engines[0], request.session)
             except NotBegun as error:
                 if not error.sure:
                     try:
@@ -3080,8 +3055,7 @@ def cmd_run(args: argparse.Namespace) -> int:
             if not request.looked:
                 request = with_remedies(lambda: RunRequest(args, look=True), args.yes)
             with suppress(NameTaken):
-                opened = with_remedies(partial(open_session, request), args.yes)
-                engine, session, created = opened
+                engine, session = with_remedies(partial(open_session, request), args.yes)
                 break
             request.looked = False
             time.sleep(0.1)
@@ -3089,22 +3063,18 @@ def cmd_run(args: argparse.Namespace) -> int:
             raise SandboxError(f"the container {request.name} comes and goes", "try again", 125)
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
-    return converse(request, engine, session, created)
-
-
-def converse(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
-    """Run what was asked for, on a terminal ask what to do next; the last status."""
     try:
-        return converse_in(request, engine, session, created)
+        return converse(request, engine, session)
     finally:
-        if request.args.rm_on_exit:
+        if args.rm_on_exit:
             remove_session(engine, session)
 
 
-def converse_in(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
+def converse(request: RunRequest, engine: Engine, session: Session) -> int:
+    """Run what was asked for, on a terminal ask what to do next; the last status."""
     base = request.base()
     command = compose(base, request.args.agent_args)
-    lasts = bool(created or request.agent or base is SHELL)
+    lasts = not request.session or request.agent or base is SHELL
     asks = lasts and on_terminal() and not request.args.rm_on_exit
     while True:
         since, tag = time.time(), random_id()
@@ -3127,8 +3097,7 @@ def converse_in(request: RunRequest, engine: Engine, session: Session, created: 
 
 
 def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: bool) -> None:
-    """Raise NotBegun when a command's container has ended, unless it shows that the command began
-    before.
+    """Raise NotBegun when a container has ended and does not show that the command began before.
 
     Nothing is removed: what runs in the container could bring all of this about.
     """
@@ -3158,18 +3127,19 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
     """The state of a container, '' when it is gone, and the status it ended with."""
     for _ in range(5):  # the engine learns of the end of its processes one by one
         gone, out, err = Output(engine.inspect_argv(session.id)).result()
-        if gone and not engine.is_absent(err):
+        if gone and engine.is_absent(err):
+            return "", 0
+        if gone:
             raise engine.failure(err)
-        _, _, state, code, _ = ("", "", "", 0, {}) if gone else engine.read_inspected(out)
-        if gone or state == "exited" or (state == "running" and status != KILLED):
+        _, _, state, code, _ = engine.read_inspected(out)
+        if state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
     return state, code
 
 
 def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
-    """Whether a command has left its mark in a container, which need not run; None where that
-    cannot be known."""
+    """Whether a command has left its mark in a container, which need not run; None for unknown."""
     status, out, _ = Output(engine.copy_argv(session.id, "/run/sandbox-began")).result(BEGAN_BYTES)
     # The answer is a tar archive: its header ends with NUL, and the file begins with "sandbox".
     _, head, marks = out.partition("\0sandbox\n")
@@ -3331,13 +3301,13 @@ def cmd_ps(args: argparse.Namespace) -> int:
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     columns = ("name", "state", "agent", "profile", "network", "image", "created", "directory")
-    short = [{**row, "created": row["created"].replace("T", " ")[:16]} for row in rows]
-    cells = [[printable(row[c]).replace("\n", "?") or "-" for c in columns] for row in short]
-    table = [[c.upper() for c in columns], *cells]
+    table = [[c.upper() for c in columns]]
+    for row in rows:
+        short = {**row, "created": row["created"].replace("T", " ")[:16]}
+        table.append([printable(short[c]).replace("\n", "?") or "-" for c in columns])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
-        print("  ".join(cell.ljust(width)
-                        for cell, width in zip(line, widths, strict=True)).rstrip())
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
 
 
 def cmd_net(args: argparse.Namespace) -> int:
@@ -3356,12 +3326,12 @@ def cmd_net(args: argparse.Namespace) -> int:
     if args.action == "show":
         print(to_json(network_of(session, session_config(session)), indent=2))
         return 0
+    asked = {"allow": [], "deny" if args.action == "deny" else "allow": args.hosts}
+    rules = Layer({"network": asked}, "check", code=2,
+                  places={"network": args.action}).values["network"]
     if args.action == "check":
-        Layer({"network": {"allow": args.hosts}}, "check", code=2, places={"network": "check"})
         set_rules(engine, session, network_of(session, session_config(session)))
         return max(check_host(engine, session, host) for host in args.hosts)
-    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, "check", code=2,
-                  places={"network": args.action}).values["network"]
     change_rules(engine, session, rules)
     return 0
 
@@ -3378,8 +3348,7 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
 
 def change_rules(engine: Engine, session: Session,
                  rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Allow or deny more hosts, kept in the session's settings and in force for the next
-    connection; all rules."""
+    """Allow or deny more hosts, from the next connection on and for good; all rules."""
     with lock_settings(session.name):
         settings = read_settings(session.name)
         network: dict[str, list[str]] = with_rules(
@@ -3485,15 +3454,13 @@ def show_command(args: argparse.Namespace) -> int:
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
-    size = os.get_terminal_size(0) if terminal else None
     argv = exec_argv(engine, session, request.workdir(), random_id(),
                      compose(request.base(), args.agent_args),
-                     stdin=True, size=(size.lines, size.columns) if size else None)
+                     stdin=True, size=terminal_size(0) if terminal else None)
     env = (terminal_env() if terminal else {}) | request.env
     masked = [name for name, value in env.items() if is_secret(name, value) and not args.reveal]
-    script = quote_all([env_script({name: MASK if name in masked else value
-                                    for name, value in env.items()})])
-    lines.append(f"SANDBOX_ENV={script} {quote_all(argv)}")
+    script = env_script(env | dict.fromkeys(masked, MASK))
+    lines.append(f"SANDBOX_ENV={quote_all([script])} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
     if args.rm_on_exit:
@@ -3519,11 +3486,8 @@ def cmd_build(args: argparse.Namespace) -> int:
                  if item.startswith("TOOL=")]
         args.imageVersion, _ = split_build_version(args.imageVersion, tools[-1] if tools else "")
     config = load_config(flags_layer(args), args.profile)
-
-    def build() -> None:
-        build_image(pick_engine(candidates(config))[0], config, args.update_agents)
-
-    with_remedies(build, args.yes)
+    with_remedies(lambda: build_image(pick_engine(candidates(config))[0], config,
+                                      args.update_agents), args.yes)
     return 0
 
 
