@@ -2999,6 +2999,7 @@ def make_base(engine: Engine, mirror: str) -> None:
 
 
 # --- Commands ---
+# What a command does is said in COMMANDS.
 
 
 def open_session(request: RunRequest) -> tuple[Engine, Session]:
@@ -3035,7 +3036,6 @@ def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool
 
 
 def cmd_run(args: argparse.Namespace) -> int:
-    """Create or reuse a container and run an agent or a command in it."""
     end_on_signals()
     try:
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
@@ -3223,7 +3223,6 @@ def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engi
 
 
 def cmd_rm(args: argparse.Namespace) -> int:
-    """Remove containers of ours."""
     status, engines = 0, candidates(load_config(flags_layer(args)))
     for name in args.names:
         try:
@@ -3288,7 +3287,6 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
-    """List sessions, stopped ones included."""
     rows = list_sessions(candidates(load_config(flags_layer(args))))
     if args.json:
         print(to_json(rows, indent=2))
@@ -3311,7 +3309,6 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def cmd_net(args: argparse.Namespace) -> int:
-    """Show or change what a session with an allowlist may reach."""
     engines = candidates(load_config(flags_layer(args)))
     engine, session = find_given(engines, args.session, "net")
     if not session.proxy:
@@ -3472,14 +3469,12 @@ def show_command(args: argparse.Namespace) -> int:
 
 
 def cmd_serve(args: argparse.Namespace) -> int:
-    """Run the web service, or control the one that runs."""
     import sandbox_web
 
     return sandbox_web.serve(args)
 
 
 def cmd_build(args: argparse.Namespace) -> int:
-    """Build the image."""
     end_on_signals()
     if args.imageVersion:
         tools = [item.removeprefix("TOOL=") for item in args.imageBuildArgs
@@ -3571,13 +3566,12 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
         return checks if cut else [*checks, failed_check("agents", engine.failure(err))]
     versions = out.split("\n")[:-1]
     missing = [line.split()[0] for line in versions if line.endswith("missing")]
+    if versions and not missing:
+        return [*checks, Check("agents", "ok", "; ".join(versions))]
     remedy = Remedy([[*missing_image(engine, config).remedy.commands[0], "--update-agents"]],
                     lambda: build_image(engine, config, True))
-    status = "warn" if missing or not versions else "ok"
-    detail = "; ".join(versions)
-    if status == "warn":
-        detail = f"{', '.join(missing) or 'every agent'} does not start"
-    return [*checks, Check("agents", status, detail, remedy if status == "warn" else None)]
+    detail = f"{', '.join(missing) or 'every agent'} does not start"
+    return [*checks, Check("agents", "warn", detail, remedy)]
 
 
 def check_disk() -> Check:
@@ -3602,15 +3596,15 @@ def diagnose_all(flags: Layer) -> list[Check]:
 def cmd_doctor(args: argparse.Namespace) -> int:
     """Check what a run needs; with --fix carry the remedies out."""
     checks = diagnose_all(flags_layer(args))
-    mended: set[str] = set()
+    met: set[str] = set()
     while args.fix and (args.yes or can_ask()):
-        broken = next((c for c in checks
-                       if c.remedy and c.remedy.offered and c.remedy.text() not in mended), None)
-        if broken is None or not broken.remedy:
+        problems = [EngineProblem(c.name, c.detail, c.remedy) for c in checks
+                    if c.remedy and c.remedy.offered and c.remedy.text() not in met]
+        if not problems:
             break
-        mended.add(broken.remedy.text())
-        if confirm(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
-            with_remedies(broken.remedy.carry_out, args.yes)
+        met.add(problems[0].hint)
+        if confirm(problems[0], args.yes):
+            with_remedies(problems[0].remedy.carry_out, args.yes)
         checks = diagnose_all(flags_layer(args))
     mendable = any(check.remedy and check.remedy.offered for check in checks)
     if args.fix and mendable and not (args.yes or can_ask()):
@@ -3628,7 +3622,6 @@ def cmd_doctor(args: argparse.Namespace) -> int:
 
 
 def cmd_init(args: argparse.Namespace) -> int:
-    """Write a first configuration from the agents' settings on this machine."""
     data = read_config()
     runs = data.setdefault("runs", {})
     for profile in (None, *runs):  # raises: do not add to a file that is wrong
@@ -3656,8 +3649,7 @@ def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     if agent in runs and not force:
         say(f"runs.{agent} exists and stays as it is (--force renews it)")
         return False
-    profile: dict[str, Any] = dict(runs.get(agent, {}))
-    profile["yolo"] = known.shortcuts[0]
+    profile = {**runs.get(agent, {}), "yolo": known.shortcuts[0]}
     profile.pop("command", None)
     taken = {volume.split(":")[1] for volume in profile.get("volumes", [])}
     profile["volumes"] = [*profile.get("volumes", []),
@@ -3763,8 +3755,8 @@ def env_flags(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         name, equals, value = item.partition("=")
         if not equals and name not in os.environ:
-            raise SandboxError(
-                f"-e: {item!r} is not NAME=value, and no variable of that name is set", code=2)
+            message = f"-e: {item!r} is not NAME=value, and no variable of that name is set"
+            raise SandboxError(message, code=2)
         env[name] = value if equals else os.environ[name]
     return env
 
@@ -3795,7 +3787,6 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], str | list[str] | Non
 # --- Completion ---
 
 def cmd_completion(args: argparse.Namespace) -> int:
-    """Print a completion script for a shell."""
     print(asset(f"completion/sandbox.{args.shell}").decode(), end="")
     return 0
 
@@ -3868,20 +3859,24 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"sandbox {command}", description=f"{COMMANDS[command][0].capitalize()}.",
         epilog=epilog, allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, width=columns),
-    )
+        formatter_class=partial(argparse.HelpFormatter, width=columns))
     for name, (flags, settings) in options_of(command).items():
         parser.add_argument(*(flags or [name]), **(settings | ({"dest": name} if flags else {})))
     return parser
 
 
 def usage() -> str:
-    lines = [f"  {name:12} {summary}" for name, (summary, _, _) in COMMANDS.items()]
-    return "\n".join(["usage: sandbox [run] [options] [-- agent arguments]",
-                      "       sandbox COMMAND [options]", "",
-                      "Run AI coding agents in containers.", "", "commands:", *lines, "",
-                      "sandbox COMMAND --help explains a command; "
-                      "sandbox --version prints the version."])
+    commands = "\n".join(f"  {name:12} {row[0]}" for name, row in COMMANDS.items())
+    return f"""\
+usage: sandbox [run] [options] [-- agent arguments]
+       sandbox COMMAND [options]
+
+Run AI coding agents in containers.
+
+commands:
+{commands}
+
+sandbox COMMAND --help explains a command; sandbox --version prints the version."""
 
 
 def dispatch(argv: Sequence[str]) -> int:
@@ -3897,11 +3892,12 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     if argv[0] == "__job":
         supervise(argv[1])
-    command = argv[0] if argv[0] in COMMANDS else "run"
-    rest = argv[1:] if argv[0] in COMMANDS else argv
-    if command == "run" and rest is argv and not argv[0].startswith("-"):
-        message = f"there is no command {argv[0]!r}{nearest(argv[0], COMMANDS)}"
-        raise SandboxError(message, "sandbox --help lists them", 2)
+    command, rest = argv[0], argv[1:]
+    if command.startswith("-"):
+        command, rest = "run", argv
+    if command not in COMMANDS:
+        raise SandboxError(f"there is no command {command!r}{nearest(command, COMMANDS)}",
+                           "sandbox --help lists them", 2)
     try:
         args = argparse_of(command, rest)
         if getattr(args, "verbose", False):
@@ -3914,17 +3910,15 @@ def dispatch(argv: Sequence[str]) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        message = f"{error.filename or 'output'}: {error.strerror}"
-        raise SandboxError(message, NO_ROOM_HINT,
+        raise SandboxError(f"{error.filename or 'output'}: {error.strerror}", NO_ROOM_HINT,
                            125 if command == "run" else 1) from None
 
 
 def supervise(folder: str) -> NoReturn:
     """Be the supervisor of a job: for a web service that has run since before an upgrade."""
-    command = read_json(f"{folder}/job.json.new")["argv"]
-    program = asset("session/job.py").decode()
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", program,
-                              folder, str(1 << 30), *command])
+    argv = [sys.executable, "-I", "-S", "-c", asset("session/job.py").decode(), folder,
+            str(1 << 30), *read_json(f"{folder}/job.json.new")["argv"]]
+    os.execv(sys.executable, argv)
 
 
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
@@ -3972,8 +3966,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The installed command and the zipapp. They start without PYTHONPATH, whose empty item is the
-    project.
+    """The installed command and the zipapp: without PYTHONPATH, whose empty item is the project.
 
     Not with -I, which would hide what is installed for the user: it may be ourselves.
     """
