@@ -2054,8 +2054,7 @@ def lock_settings(name: str) -> Iterator[None]:
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
                    flags: Layer | None = None, profile: str | None = None,
                    data: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session: the configuration, what its creation said, its settings, and
-    flags given now."""
+    """What is in force for a session: configuration, creation, settings, and flags given now."""
     data = read_config() if data is None else data
     settings = read_settings(session.name) if settings is None else settings
     if profile is None and session.profile in data.get("runs", {}):
@@ -2187,8 +2186,7 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
-        "sandbox.created": to_json({"spec": spec, "flags": kept}, separators=(",", ":")),
-    }
+        "sandbox.created": to_json({"spec": spec, "flags": kept}, separators=(",", ":"))}
 
 
 def limits() -> list[Key]:
@@ -2504,14 +2502,17 @@ def set_argv(engine: Engine, session: Session, network: Any) -> list[str]:
                             env=[f"SANDBOX_RULES={to_json(network)}"])
 
 
-def set_rules(engine: Engine, session: Session, network: Any) -> None:
-    """Put the rules in force; a proxy that is down is started. Raises SandboxError."""
+def set_rules(engine: Engine, session: Session, network: Any, start: bool = True) -> bool:
+    """Put the rules in force; a proxy that is down is started, or False. Raises SandboxError."""
     argv = set_argv(engine, session, network)
-    if Output(argv).result()[0]:
+    if not Output(argv).result()[0]:
+        return True
+    if start:
         start_proxy(engine, session)
         engine.ask(argv)
         if session.state == "running":  # the session's gate takes a moment to find a new proxy
             Output(engine.exec_argv(session.name, ["sh", "-c", LISTENING])).result()
+    return start
 
 
 def decision_of(line: str | bytes) -> Any:
@@ -2527,17 +2528,12 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
 
     The log has room for the last ones only, and what runs in the session can fill it.
     """
-    import io
-    import tarfile
-
     argv = engine.copy_argv(session.proxy, f"{KEPT_DIRECTORY}/decisions")
-    status, out, _ = Output(argv).result()
-    if status:
-        return []  # nothing was decided yet, or an old proxy that keeps no such file
-    with tarfile.open(fileobj=io.BytesIO(out.encode())) as archive:
-        files = [archive.extractfile(member) for member in archive]
-        lines = [line for file in files if file for line in file.read().splitlines()]
-    return sorted(filter(None, map(decision_of, lines)), key=lambda entry: str(entry["first"]))
+    # Nothing where none was made yet, or by an old proxy. Else a tar archive: its header is no
+    # decision, and before and behind the file there are NULs.
+    _, out, _ = Output(argv).result()
+    entries = filter(None, map(decision_of, out.replace("\0", "\n").split("\n")))
+    return sorted(entries, key=lambda entry: str(entry["first"]))
 
 
 def show_log(engine: Engine, session: Session, follow: bool) -> int:
@@ -2671,8 +2667,7 @@ def check_isolation(session: Session, have: Any, want: Any) -> None:
 
 
 def check_gone(session: Session) -> None:
-    """Raise SandboxError when a session without an open network was removed by other hands: its
-    flags went with it."""
+    """Raise SandboxError where other hands removed a session without open network and its flags."""
     had = {"allow": "an allowlist", "none": "none"}.get(session.labels.get("sandbox.network", ""))
     if had:
         raise SandboxError(f"the container {session.name} is gone, and its network was {had}",
@@ -2892,8 +2887,9 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False,
     if not given.get("BASE"):
         args["BASE"], steps = ensure_base_image(engine, given.get("APT_MIRROR", ""))
     call_build(engine, tag, args, Step(f"build {tag}", steps, steps, UNMADE))
-    if before.id:
-        before.remove_untagged()
+    old = Image(engine, before.id) if before.id else before
+    if old.id and not old.names:  # the new one has taken its only name; it may be in use
+        Output(engine.argv("remove-image", old.id)).result()
     say(f"built {tag}; sessions that exist keep the image they were created from")
 
 
@@ -2942,19 +2938,12 @@ class Image:
     """An image as the engine has it: its id, '' for none, and what its labels say of agents."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self.engine = engine
         status, out, _ = Output(engine.image_argv(name)).result()
         self.id, self.names, labels = ("", [], {}) if status else engine.read_image(out)
         stamp, agents = labels.get("sandbox.agents", ""), labels.get("sandbox.programs", "")
         self.stamp = stamp if stamp.isdigit() else ""
         # An image without that label says nothing about its agents: then this is ().
         self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))
-
-    def remove_untagged(self) -> None:
-        """Remove an image whose name a new one has taken, unless it has another or is in use."""
-        now = Image(self.engine, self.id)
-        if now.id and not now.names:
-            Output(self.engine.argv("remove-image", self.id)).result()
 
 
 def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
@@ -3019,16 +3008,13 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
 
 
 def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force, those of --allow for good; False where its proxy is
-    down and is not to be started."""
+    """Put an existing session's rules in force, those of --allow for good: see set_rules()."""
     if not session.proxy:
         return True
     with lock_settings(session.name):  # and read again: somebody may have changed them
         config = session_config(session, None, request.flags, request.args.profile)
         network = network_of(session, config)
-        if start:
-            set_rules(engine, session, network)
-        elif Output(set_argv(engine, session, network)).result()[0]:
+        if not set_rules(engine, session, network, start):
             return False
         if isinstance(request.flags.values.get("network"), dict):
             write_settings(session.name, read_settings(session.name) | {"network": network})
@@ -3274,8 +3260,7 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
     result = {
         "name": row["name"], "state": row["state"],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
-        "image": row["image"], "created": row["created"], "runtime": runtime,
-    }
+        "image": row["image"], "created": row["created"], "runtime": runtime}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
@@ -3358,14 +3343,13 @@ def change_rules(engine: Engine, session: Session,
 
 def cmd_prune(args: argparse.Namespace) -> int:
     """Remove what a crash has left: proxies and volumes of no session, half-written files."""
-    config = load_config(flags_layer(args))
-    met, silent = 0, candidates(config)
-    for engine in silent:
+    met, engines = 0, candidates(load_config(flags_layer(args)))
+    for engine in engines:
         with suppress(EngineProblem):
             prune_engine(engine, args.dry_run)
             met += 1
     if not met:
-        pick_engine(silent)  # raises and says why
+        pick_engine(engines)  # raises and says why
     for path in half_written():
         show(path)
         if not args.dry_run:
@@ -3538,14 +3522,6 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
     return [Check(n, "ok", d) for n, d in zip(names, details, strict=True)], engine
 
 
-# Side by side, for each of them takes up to a second.
-VERSIONS_SCRIPT = """
-cd /tmp
-for a; do { $a --version 2>/dev/null || echo missing; } | head -n 1 >version-$a & done
-wait
-for a; do echo "$a $(cat version-$a)"; done"""
-
-
 def check_image(engine: Engine, config: Config) -> list[Check]:
     """Is the image there, does a container of it get a network, and do its agents start?"""
     image = Image(engine, config.image)
@@ -3555,7 +3531,8 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     if engine.daemonless:  # a daemon has the helpers of a network from the start
         connected = Output(engine.try_argv(config.image, ["sh", "-c", ":"]), LONG_SECONDS)
     sooner = {name: value for a in AGENTS.values() for name, value in a.version_env.items()}
-    command = ["sh", "-c", env_script(sooner) + VERSIONS_SCRIPT, "sh", *(image.agents or AGENTS)]
+    script = env_script(sooner) + "\n" + asset("session/versions.sh").decode()
+    command = ["sh", "-c", script, "sh", *(image.agents or AGENTS)]
     _, out, err = Output(engine.try_argv(config.image, command, "none"), LONG_SECONDS).result()
     checks = [Check("image", "ok", config.image)]
     cut, _, words = connected.result() if connected else (0, "", "")
