@@ -2061,7 +2061,7 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
         profile = session.profile
     _, kept = session.created()
     created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
-    # agentPromptCommand may be '' there, and is read by the web service itself.
+    # Without agentPromptCommand: it may be '' there.
     settings = {name: settings[name] for name in settings if name != "agentPromptCommand"}
     made = Layer(settings, "settings", f"{settings_path(session.name)}: ")
     return load_config(flags, profile, [created, made], data)
@@ -2503,7 +2503,7 @@ def set_argv(engine: Engine, session: Session, network: Any) -> list[str]:
 
 
 def set_rules(engine: Engine, session: Session, network: Any, start: bool = True) -> bool:
-    """Put the rules in force; a proxy that is down is started, or False. Raises SandboxError."""
+    """Put the rules in force. Where the proxy is down it is started, or this is False."""
     argv = set_argv(engine, session, network)
     if not Output(argv).result()[0]:
         return True
@@ -2529,8 +2529,8 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
     The log has room for the last ones only, and what runs in the session can fill it.
     """
     argv = engine.copy_argv(session.proxy, f"{KEPT_DIRECTORY}/decisions")
-    # Nothing where none was made yet, or by an old proxy. Else a tar archive: its header is no
-    # decision, and before and behind the file there are NULs.
+    # No output where nothing was decided yet, or an old proxy kept nothing. Else a tar archive: its
+    # header is no decision, and NULs are before and behind the file.
     _, out, _ = Output(argv).result()
     entries = filter(None, map(decision_of, out.replace("\0", "\n").split("\n")))
     return sorted(entries, key=lambda entry: str(entry["first"]))
