@@ -3777,14 +3777,15 @@ def complete(words: Sequence[str]) -> list[str]:
         return []
     parser = parser_of(command if command in COMMANDS else "run")
     before = words[-2] if len(words) > 1 else ""
-    if before in ("-y", "--yolo"):
+    if before in KEYS["yolo"].flags:
         return list(SHORTCUTS)
-    if before in ("--rt", "--runtime"):
+    if before in KEYS["runtime"].flags:
         return list(ENGINES)
     if before in ("-r", "--run"):
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
-    if before in ("-n", "--name") or command == "rm" or (command == "net" and len(words) == 3):
+    name = before in KEYS["containerName"].flags
+    if name or command == "rm" or (command == "net" and len(words) == 3):
         return [row["name"] for row in list_sessions(candidates(load_config()))]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
