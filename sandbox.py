@@ -11,9 +11,10 @@ Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the conf
 Exit codes: 0; 1 our own failure or a wrong configuration; 2 usage; 130 Ctrl-C. `run` passes the
 status of what it ran on, uses 125 for a failure before that, and 128+n for a signal n.
 
-Import budget: at import only os, sys, contextlib, functools, which contextlib imports, and errno
-and time, which are part of the interpreter; argparse, json, select and signal where a command needs
-them; never subprocess, shutil, dataclasses or typing. `sandbox ps` is measured against it.
+Import budget: at import only os, sys and time, which the interpreter has loaded, contextlib, and
+functools, which contextlib imports, and errno, a part of the interpreter; argparse, json, select
+and signal where a command needs them; never subprocess, shutil, dataclasses or typing. `sandbox ps`
+is measured against it.
 """
 
 from __future__ import annotations
@@ -140,8 +141,7 @@ class FileError(SandboxError):
     """A file of ours that could not be written; `errno` says why."""
 
     def __init__(self, path: str, error: OSError) -> None:
-        hint = "make room or correct the permissions"
-        super().__init__(f"{path}: {error.strerror}", hint)
+        super().__init__(f"{path}: {error.strerror}", "make room or correct the permissions")
         self.errno = error.errno
 
 
@@ -213,10 +213,17 @@ NESTING = 64  # levels; nothing of ours has more than a dozen
 JSON_FILE_BYTES = 16 * 1024 * 1024
 
 
-def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] | None = None) -> Any:
+def finite(text: str) -> float:
+    number = float(text)
+    if number - number:  # not a number, for what is not finite
+        raise ValueError(f"{text[:40]} is not a number of JSON")
+    return number
+
+
+def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] = finite) -> Any:
     """The value of a JSON text; `number` reads what is no integer in it.
 
-    Raises ValueError, also for one that is nested deeper than NESTING levels and, without `number`,
+    Raises ValueError, also for one that is nested deeper than NESTING levels and, with finite(),
     for what JSON does not have (NaN, infinity): a browser would refuse what we make of it.
     """
     import json
@@ -224,7 +231,7 @@ def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] | N
     text = text if isinstance(text, str) else text.decode()
     if text.count("[") + text.count("{") > NESTING:
         check_nesting(text)
-    return json.loads(text, parse_constant=number or finite, parse_float=number or finite)
+    return json.loads(text, parse_constant=number, parse_float=number)
 
 
 def check_nesting(text: str) -> None:
@@ -240,20 +247,13 @@ def check_nesting(text: str) -> None:
             raise ValueError(f"it is nested deeper than {NESTING} levels")
 
 
-def finite(text: str) -> float:
-    number = float(text)
-    if number - number:  # not a number, for what is not finite
-        raise ValueError(f"{text[:40]} is not a number of JSON")
-    return number
-
-
-def read_json(path: str) -> Any:
+def read_json(path: str, number: Callable[[str], float] = finite) -> Any:
     """The value in a file that others may have written, too. Raises OSError and ValueError."""
     with open(path, "rb") as file:
         text = file.read(JSON_FILE_BYTES + 1)
     if len(text) > JSON_FILE_BYTES:
         raise ValueError(f"it is larger than {JSON_FILE_BYTES} bytes")
-    return parse_json(text)
+    return parse_json(text, number)
 
 
 def to_json(value: object, **form: Any) -> str:
@@ -266,17 +266,13 @@ def to_json(value: object, **form: Any) -> str:
 # --- Env files ---
 
 
-class EnvFileError(SandboxError):
-    """A line of an env file that is not of the format of the README, section Env files."""
-
-
 def parse_env_file(text: str, source: str) -> dict[str, tuple[str, int]]:
     """Variables of an env file with their line numbers, the last line winning.
 
     A line is `[export] NAME=value`; `#` starts a comment line. Single quotes keep everything,
     double quotes keep everything but a backslash before `"`, `\\`, `$` or a backtick; no
     substitution takes place. What shells read in two ways is refused. Only LF ends a line: a
-    carriage return belongs to the value. Raises EnvFileError.
+    carriage return belongs to the value. Raises SandboxError.
     """
     variables: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -286,7 +282,7 @@ def parse_env_file(text: str, source: str) -> dict[str, tuple[str, int]]:
         try:
             name, value = parse_env_line(body)
         except ValueError as error:
-            raise EnvFileError(f"{source}:{number}: {error}", 'write export NAME="value"') from None
+            raise SandboxError(f"{source}:{number}: {error}", 'write export NAME="value"') from None
         variables[name] = (value, number)
     return variables
 
@@ -325,9 +321,8 @@ def unquote_env(name: str, rest: str) -> str:
         at += 1
     if at >= len(rest):
         raise ValueError(f"the quote of {name} is not closed")
-    tail = rest[at + 1 :]
-    cr = "\r" if tail.startswith("\r") else ""
-    tail = tail.removeprefix("\r")
+    cr = "\r" if rest.startswith("\r", at + 1) else ""
+    tail = rest[at + 1 + len(cr) :]
     if tail.strip(" \t") and not (tail[0] in " \t" and tail.lstrip(" \t").startswith("#")):
         raise ValueError(f"text after the closing quote of {name}")
     return value + cr
@@ -498,8 +493,7 @@ def canonical_host(text: str) -> str:
     host = text.removesuffix(".").lower() if text.isascii() else ""
     if not is_address(host):
         label = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-        named = len(host) < 254 and re.fullmatch(rf"{label}(\.{label})*", host)
-        return host if named else ""
+        return host if len(host) < 254 and re.fullmatch(rf"{label}(\.{label})*", host) else ""
     from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 
     with suppress(OSError):
@@ -510,14 +504,11 @@ def canonical_host(text: str) -> str:
 
 
 def a_network(value: Any) -> Any:
-    """`open`, `none`, `host`, or an object with the keys `allow` and, where some are meant, `deny`:
-    lists of hosts."""
-    if isinstance(value, dict) and "allow" in value and not set(value) - {"allow", "deny"}:
-        lists = {key: [a_rule(rule) for rule in rules] for key, rules in value.items()
-                 if isinstance(rules, list)}
-        if len(lists) == len(value):
-            return {key: list(dict.fromkeys(rules)) for key, rules in lists.items()
-                    if rules or key == "allow"}
+    """`open`, `none`, `host`, or an object with lists of hosts: `allow` and, maybe, `deny`."""
+    if (isinstance(value, dict) and "allow" in value and not set(value) - {"allow", "deny"}
+            and all(isinstance(rules, list) for rules in value.values())):
+        lists = {key: list(dict.fromkeys(map(a_rule, rules))) for key, rules in value.items()}
+        return {key: rules for key, rules in lists.items() if rules or key == "allow"}
     if value not in ("open", "none", "host"):
         raise ValueError(f'{value!r} is not open, none, host, or {{"allow": ["<host>[:<port>]"]}}')
     return value
@@ -536,17 +527,12 @@ a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m 
                   then=str.lower)
 a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True, then=int)
 a_build_argument = matching(r"[A-Za-z_]\w*=.*", "<NAME>=<value>")
+a_host = matching(r"\[?[\w.:-]+\]?", "a host name", then=lambda text: text.lower().strip("[]"))
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
 
 
 def an_engine(value: Any) -> str:
-    name: str = one_of(ENGINES, "an engine")(value)
-    return name
-
-
-def a_host(value: Any) -> str:
-    text: str = matching(r"\[?[\w.:-]+\]?", "a host name")(value)
-    return text.lower().strip("[]")
+    return one_of(ENGINES, "an engine")(value)
 
 
 def an_environment(value: Any) -> dict[str, str]:
@@ -756,8 +742,9 @@ class Config:
         """The values of a list, each once, in order."""
         return list(dict.fromkeys(value for value, _ in self.settings.get(key, ())))
 
-    def source(self, key: str) -> str:
-        return self.settings[key][-1][1] if key in self.settings else ""
+    def is_given(self, key: str) -> bool:
+        """Whether anything but the defaults says what it is."""
+        return any(key in layer.values for layer in self.layers if layer.origin != "default")
 
     @property
     def image(self) -> str:
@@ -774,24 +761,19 @@ def config_path() -> str:
 
 def read_config() -> dict[str, Any]:
     """The configuration file, {} where there is none. Raises SandboxError with line and column."""
-    path = config_path()
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SandboxError(f"{path}: {getattr(error, 'strerror', None) or error}",
-                           "correct the file") from None
     import json
 
+    path = config_path()
     try:
-        data = parse_json(text, float)  # a key's own check says more of what is no number
+        data = read_json(path, float)  # a key's own check says more of what is no number
+    except FileNotFoundError:
+        return {}
     except json.JSONDecodeError as error:
         raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}",
                            "correct the JSON") from None
-    except ValueError as error:  # nested too deeply, or a number of 5,000 digits
-        raise SandboxError(f"{path}: {error}", "correct the JSON") from None
+    except (OSError, ValueError) as error:  # nested too deeply, or a number of 5,000 digits
+        raise SandboxError(f"{path}: {getattr(error, 'strerror', None) or error}",
+                           "correct the file") from None
     if not isinstance(data, dict) or not isinstance(data.get("runs", {}), dict):
         raise SandboxError(f"{path}: the file and its `runs` must be JSON objects",
                            "correct the JSON")
@@ -876,9 +858,9 @@ def current_directory() -> str:
         raise SandboxError("the current directory no longer exists", "change to another directory",
                            125) from None
     if not is_exact(path):
-        raise SandboxError(
-            f"the current directory {path!r} has a control character or a byte that is not UTF-8",
-                           "rename it: engines would take another one for it", 125)
+        message = (f"the current directory {path!r} has a control character or a byte "
+                   "that is not UTF-8")
+        raise SandboxError(message, "rename it: engines would take another one for it", 125)
     return path
 
 
@@ -894,11 +876,11 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
-          fds: Mapping[int, int] | None = None,
-          own_group: bool = False) -> int:
+          fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
-    Raises FileNotFoundError when there is no such program.
+    Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
+    the child is ended first: nobody else knows its pid yet.
     """
     import signal
 
@@ -909,8 +891,25 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     reset += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in (fds or {}).items()]
     group: dict[str, Any] = {"setpgroup": 0} if own_group else {}
-    return os.posix_spawnp(argv[0], list(argv), env or os.environ, file_actions=actions,
-                           setsigdef=reset, **group)
+    pid, mask = 0, signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, reset)
+        pid = os.posix_spawnp(argv[0], list(argv), env or os.environ, file_actions=actions,
+                              setsigdef=reset, setsigmask=mask, **group)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what has waited is handled here
+        return pid
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if pid:
+            terminate(pid)
+        raise
+
+
+def terminate(pid: int) -> None:
+    """End a process and wait for it."""
+    with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
+        os.kill(pid, 15)
+    wait_for(pid)
 
 
 def wait_for(pid: int) -> int:
@@ -951,18 +950,16 @@ class Output:
     terminal on which it could ask for a passphrase.
     """
 
-    def __init__(self, argv: Sequence[str], seconds: float | None = CALL_SECONDS) -> None:
-        """`seconds` from now it must have ended; None for no limit."""
-        import time
-
+    def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> None:
+        """`seconds` from now it must have ended."""
         self.argv, self.seconds = argv, seconds
-        self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.leads = seconds is not None and seconds < LONG_SECONDS and not os.isatty(0)
+        self.deadline = time.monotonic() + seconds
+        self.leads = seconds < LONG_SECONDS and not os.isatty(0)
         null = os.open(os.devnull, os.O_RDONLY)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
             self.pid = spawn(argv, fds={0: null, 1: out, 2: err}, own_group=self.leads)
-        except OSError:
+        except BaseException:
             self.close(self.out, self.err)
             raise
         finally:
@@ -1012,24 +1009,17 @@ class Output:
 
     def wait(self) -> int:
         """The exit status of a process that has closed its streams, which most do by ending."""
-        import time
-
         pause_seconds = 0.0001
-        while self.deadline is not None:
+        while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 return exit_status(status)
             self.left_ms()
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 0.05)
-        return wait_for(self.pid)
 
-    def left_ms(self) -> float | None:
+    def left_ms(self) -> float:
         """Milliseconds up to the deadline. Raises EngineProblem when it has passed."""
-        import time
-
-        if self.deadline is None:
-            return None
         left = self.deadline - time.monotonic()
         if left <= 0:
             words = printable(quote_all(self.argv[:4]))[:200]
@@ -1071,8 +1061,6 @@ class Step:
 
         Raises SandboxError when it fails or cannot be started.
         """
-        import time
-
         self.began = time.monotonic()
         if os.environ.get("SANDBOX_VERBOSE"):
             say(self.head)
@@ -1115,9 +1103,7 @@ class Step:
                                125) from None
         except BaseException:
             if pid:
-                with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
-                    os.kill(pid, 15)
-                wait_for(pid)
+                terminate(pid)
             self.wipe()
             self.forget_log()
             say(f"{self.title} was interrupted{self.undone}")
@@ -1135,15 +1121,11 @@ class Step:
         self.tail = [printable(line)[:400] for line in [*self.tail, *lines][-8:]]
 
     def elapsed(self) -> str:
-        import time
-
         seconds = round(time.monotonic() - self.began)
         return f"{seconds // 60}:{seconds % 60:02d}"
 
     def draw(self) -> None:
         """Show what it is, how long it has taken and its last line, over what was shown before."""
-        import time
-
         now = time.monotonic()
         if not self.live or now - self.drawn < 0.1:
             return
@@ -1183,8 +1165,7 @@ class Remedy:
     """Commands that mend a problem, or an action of our own that one of our commands stands for."""
 
     def __init__(self, commands: Sequence[Sequence[str]],
-                 action: Callable[[], object] | None = None,
-                 note: str = "") -> None:
+                 action: Callable[[], object] | None = None, note: str = "") -> None:
         self.commands, self.action, self.note = commands, action, note
 
     def text(self) -> str:
@@ -1246,13 +1227,17 @@ PACKAGE_MANAGERS = {
 
 def install_commands(*packages: str) -> list[list[str]]:
     """Commands that install the packages here, [] where no known package manager is found."""
-    from shutil import which
-
     for manager, (*before, install) in PACKAGE_MANAGERS.items():
-        if which(manager):
+        if program(manager):
             commands = [*before, [*install, *packages]]
             return commands if manager == "brew" else [as_root(command) for command in commands]
     return []
+
+
+def install_remedy(packages: Iterable[str], otherwise: str) -> Remedy:
+    """To install packages, or to be told what to install where we do not know how."""
+    commands = install_commands(*packages)
+    return Remedy(commands, note="" if commands else f"install {otherwise}")
 
 
 def may_run(name: str) -> bool:
@@ -1303,6 +1288,11 @@ def join_group(group: str, commands: Sequence[Sequence[str]]) -> NoReturn:
 
 NO_ROOM_HINT = "make room: sandbox doctor shows the disk"
 LAST_HINT = "sandbox doctor checks the engine"
+
+
+def each(option: str, values: Iterable[str]) -> list[str]:
+    """An option, again for each value."""
+    return [word for value in values for word in (option, value)]
 
 
 class Engine:
@@ -1439,11 +1429,9 @@ class Engine:
         and options. A service is closed further than a session and started again when it fails.
         """
         argv = [self.name, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
-                "--name", name, "--user", "0:0", "--workdir", workdir]
-        for variable in env:
-            argv += ["-e", variable]
-        argv += ["--cap-drop", "ALL", "--log-driver", "json-file",
-                 "--log-opt", f"max-size={log_size}"]
+                "--name", name, "--user", "0:0", "--workdir", workdir, *each("-e", env),
+                "--cap-drop", "ALL", "--log-driver", "json-file",
+                "--log-opt", f"max-size={log_size}"]
         argv += [f"--cap-add={capability}" for capability in capabilities]
         argv += ["--security-opt", "no-new-privileges", "--read-only",
                  "--restart", "on-failure"] if service else []
@@ -1451,15 +1439,10 @@ class Engine:
         for limit, value in limits.items():
             argv += [f"--{limit}", str(value)] if value else []
         argv += ["--network", network] if network != "open" else []
-        for port in ports:
-            argv += ["--publish", port]
-        for key, value in labels.items():
-            argv += ["--label", f"{key}={value}"]
+        argv += each("--publish", ports) + each("--label", map("=".join, labels.items()))
         for bind in binds:
             argv += self.bind_argv(*bind)
-        for volume in volumes:
-            argv += ["--volume", volume]
-        return [*argv, "--entrypoint", command[0], image, *command[1:]]
+        return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
     def bind_argv(self, host: str, container: str, options: str) -> list[str]:
         """A mount that fails when the host path does not exist; paths may hold any character."""
@@ -1485,9 +1468,7 @@ class Engine:
         argv = [self.name, "exec", *(["-i"] if stdin else []),
                 *(["-t", "--detach-keys", self.detach_keys] if terminal else []),
                 *(["--user", user] if user else []), *(["--workdir", workdir] if workdir else [])]
-        for variable in env:
-            argv += ["-e", variable]
-        return [*argv, name, *command]
+        return [*argv, *each("-e", env), name, *command]
 
     def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
                   since: float = 0) -> list[str]:
@@ -1514,13 +1495,10 @@ class Engine:
     def build_argv(self, tag: str, folder: str, labels: Mapping[str, str], args: Sequence[str],
                    host_network: bool) -> list[str]:
         """Builds the Containerfile of a folder; an argument without `=` has its value from ours."""
-        argv = [self.name, "build", "--force-rm", "-t", tag]
-        for key, value in labels.items():
-            argv += ["--label", f"{key}={value}"]
-        for arg in args:
-            argv += ["--build-arg", arg]
-        argv += ["--network", "host"] if host_network else []
-        return [*argv, "-f", os.path.join(folder, "Containerfile"), folder]
+        return [self.name, "build", "--force-rm", "-t", tag,
+                *each("--label", map("=".join, labels.items())), *each("--build-arg", args),
+                *(["--network", "host"] if host_network else []),
+                "-f", os.path.join(folder, "Containerfile"), folder]
 
     def build_problem(self) -> EngineProblem | None:
         """What this machine lacks for a build, as far as it can be seen."""
@@ -1574,7 +1552,9 @@ class Engine:
         if kind == "permission":
             return permission_remedy(message)
         if kind == "helper":
-            return self.helper_remedy(self.missing_helpers(message))
+            packages = dict.fromkeys(self.helpers[name] if program("apt-get") else name
+                                     for name in self.missing_helpers(message))
+            return install_remedy(packages, " ".join(packages))
         if kind == "daemon":
             commands = self.start_commands(message)
             if commands:
@@ -1582,14 +1562,6 @@ class Engine:
             address = self.address()
             return Remedy([], note=f"start the {self.name} that is meant, or correct {address}")
         return Remedy(install_commands(*self.packages()), note=f"upgrade {self.name}")
-
-    def helper_remedy(self, programs: Sequence[str]) -> Remedy:
-        from shutil import which
-
-        packages = dict.fromkeys(self.helpers[name] if which("apt-get") else name
-                                 for name in programs)
-        commands = install_commands(*packages)
-        return Remedy(commands, note="" if commands else f"install {' '.join(packages)}")
 
     def packages(self) -> list[str]:
         """The packages that it comes in."""
@@ -1605,8 +1577,6 @@ class Engine:
 
     def start_daemon(self, commands: Sequence[Sequence[str]]) -> None:
         """Start the daemon and wait until it answers. Raises SandboxError with its last words."""
-        import time
-
         hint = "mend that and try again"
         try:
             Remedy(commands).carry_out()
@@ -1676,14 +1646,11 @@ class Docker(Engine):
         return [{**row, "created": iso_time(row["created"])} for row in rows]
 
     def packages(self) -> list[str]:
-        from shutil import which
-
-        if not which("apt-get"):
+        if not program("apt-get"):
             return [self.name]
         with suppress(OSError), open("/var/lib/dpkg/info/docker.io.list", encoding="utf-8") as file:
+            # From Debian 13 on the client is a package of its own, which docker.io only recommends.
             if program("dockerd") and "/usr/bin/docker" not in file.read().split("\n"):
-                # From Debian 13 on the client is a package of its own, which docker.io
-                # only recommends.
                 return ["docker-cli"]
         return ["docker.io"]
 
@@ -1756,8 +1723,6 @@ class Podman(Engine):
         "rootless": ("info", "--format", "{{.Host.Security.Rootless}}"),
         "details": ("info", "--format", "json"),
     }
-    no_ids = ("podman has no user ids for its containers: "
-              "/etc/subuid and /etc/subgid do not name this user")
 
     def is_rootless(self, fact: str) -> bool:
         if fact == "remote":
@@ -1769,7 +1734,9 @@ class Podman(Engine):
         if host.get("serviceIsRemote") or not host["security"]["rootless"]:
             return
         if len(host["idMappings"]["uidmap"] or []) < 2:
-            raise EngineProblem("helper", self.no_ids, self.ids_remedy())
+            message = ("podman has no user ids for its containers: "
+                       "/etc/subuid and /etc/subgid do not name this user")
+            raise EngineProblem("helper", message, self.ids_remedy())
         network = host.get("rootlessNetworkCmd") or "slirp4netns"
         if not (host.get(network) or {}).get("executable", "?"):
             raise self.lacks(network)
@@ -1783,8 +1750,6 @@ class Podman(Engine):
         return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", "json"]
 
     def read_list(self, out: str) -> list[dict[str, Any]]:
-        import time
-
         return [{"name": row["Names"][0], "state": row["State"], "image": row["Image"],
                  "created": iso_time(time.strftime("%Y-%m-%d %H:%M:%S %z",
                                                    time.localtime(row["Created"]))),
@@ -1806,10 +1771,8 @@ class Podman(Engine):
         return found
 
     def packages(self) -> list[str]:
-        from shutil import which
-
         # rootless it wants its helpers named
-        return [self.name, *(["uidmap", "slirp4netns"] if which("apt-get") else [])]
+        return [self.name, *(["uidmap", "slirp4netns"] if program("apt-get") else [])]
 
     def start_commands(self, message: str) -> list[list[str]]:
         return [["podman", "machine", "start"]] if sys.platform == "darwin" else []
@@ -1853,12 +1816,9 @@ ENGINES: dict[str, type[Engine]] = {driver.name: driver for driver in (Docker, P
 
 def engine_remedy(wanted: str) -> Remedy:
     """How to install the engine that was asked for, or the one that fits best."""
-    from shutil import which
-
     # An ordinary user is best served by podman: no daemon, no group that is as good as root.
-    best = Docker if os.getuid() == 0 and which("apt-get") else Podman
-    commands = install_commands(*ENGINES.get(wanted, best)().packages())
-    return Remedy(commands, note="" if commands else f"install {' or '.join(ENGINES)}")
+    best = Docker if os.getuid() == 0 and program("apt-get") else Podman
+    return install_remedy(ENGINES.get(wanted, best)().packages(), " or ".join(ENGINES))
 
 
 def iso_time(text: str) -> str:
@@ -1875,8 +1835,7 @@ def candidates(config: Config) -> list[Engine]:
 
 def first_answer(engines: Sequence[Engine],
                  start: Callable[[Engine], Output]) -> tuple[Engine, int, str, str]:
-    """Make one call on the first engine that answers: engine, status, stdout, stderr. Raises
-    EngineProblem."""
+    """The first engine that answers a call, and status, stdout, stderr. Raises EngineProblem."""
     met: SandboxError | None = None
     wanted = engines[0].name if len(engines) == 1 else ""
     broken = ""
@@ -1905,8 +1864,7 @@ def first_answer(engines: Sequence[Engine],
 
 
 def pick_engine(engines: Sequence[Engine]) -> tuple[Engine, bool]:
-    """The first engine that answers, and whether it is rootless. Raises EngineProblem, also when it
-    is too old."""
+    """The first engine that answers, and whether it is rootless. Raises EngineProblem."""
     engine, status, out, err = first_answer(engines, Engine.facts)
     if status:
         raise engine.failure(err)
@@ -2356,7 +2314,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         raise missing_image(engine, config)
     if status:
         raise engine.failure(err)
-    limited = any(config.source(key.name) not in ("", "default") for key in limits())
+    limited = any(config.is_given(key.name) for key in limits())
     if limited and err.strip():
         say(err.strip())  # the engine warns that it cannot enforce a limit
     session.id = out.strip()
@@ -2610,7 +2568,7 @@ class RunRequest:
             found = None if self.looked else known
             engine, self.session = found or find_session(self.engines, self.name)
             self.engines = [engine]
-            if known and not self.session and self.config.source("network") == "default":
+            if known and not self.session and not self.config.is_given("network"):
                 check_gone(known[1])
         if self.session:
             self.adopt(self.session, data)
@@ -2630,7 +2588,7 @@ class RunRequest:
                                "choose another name with -n", 125)
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
-        if self.config.source("hostPath") == "default":
+        if not self.config.is_given("hostPath"):
             if within(self.spec["directory"], have["directory"]) is None:
                 say(f"{session.name} works on {have['directory']}; "
                     f"{self.spec['directory']} is not mounted in it")

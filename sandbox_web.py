@@ -2,8 +2,7 @@
 
 The README, section "Web service API", describes what clients see. How it is made:
 
-- `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines
-  and limits.
+- A thread per connection, with a reader of our own: strict, with total deadlines and limits.
 - One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
 - A job is a detached process (static/session/job.py), which writes into
   ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
@@ -58,25 +57,16 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import nsmallest
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
 from itertools import islice
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import sandbox
-from sandbox import (
-    Config,
-    Engine,
-    EngineProblem,
-    Layer,
-    SandboxError,
-    Session,
-    read_settings,
-    session_config,
-    write_settings,
-)
+from sandbox import Config, Engine, EngineProblem, Layer, SandboxError, Session
 
 if TYPE_CHECKING:
     import argparse
@@ -120,7 +110,6 @@ WEBSOCKETS_MAJOR = 13  # the oldest websockets that works
 LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it kept
 
 Params = Mapping[str, str]
-Pieces = deque[tuple[int, int]]  # of a file, as (start, end)
 
 # --- Errors ---
 
@@ -134,7 +123,6 @@ STATUS = {
     "version_not_supported": 505, "disk_full": 507,
 }
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-PHRASES = {int(status): phrase for status, (phrase, _) in BaseHTTPRequestHandler.responses.items()}
 
 
 class WebError(Exception):
@@ -144,10 +132,6 @@ class WebError(Exception):
                  headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.hint, self.headers = code, message, hint, headers or {}
-
-    def again(self) -> WebError:
-        """The same for another client: an exception holds the frames that raised it."""
-        return WebError(self.code, self.message, self.hint, self.headers)
 
 
 class Malformed(WebError):
@@ -213,14 +197,10 @@ class Request:
                  raw: bytes, address: str) -> None:
         self.method, self.target, self.version = method, target, version
         self.headers, self.raw, self.address = headers, raw, address
-        self.length = content_length(headers)
+        self.length = int(headers.get("content-length", "0"))
         self.body = b""
         # From the gateway: the path, decoded once, and the id of the login that the cookie proves.
         self.path, self.query, self.login = "", dict[str, str](), ""
-
-    @property
-    def upgrade(self) -> bool:
-        return "upgrade" in self.headers
 
     @property
     def keeps_alive(self) -> bool:
@@ -274,6 +254,9 @@ def parse_head(raw: bytes, address: str) -> Request:
     if "transfer-encoding" in headers:
         raise Malformed("not_implemented", "Transfer-Encoding is not supported",
                         "send Content-Length")
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit() and len(length) < 12):
+        raise Malformed("bad_request", "Content-Length is not a number")
     return Request(words[0], words[1], words[2], headers, raw, address)
 
 
@@ -296,13 +279,6 @@ def parse_headers(lines: Sequence[str]) -> dict[str, str]:
     return headers
 
 
-def content_length(headers: Mapping[str, str]) -> int:
-    text = headers.get("content-length", "0")
-    if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise Malformed("bad_request", "Content-Length is not a number")
-    return int(text)
-
-
 def split_target(target: str) -> tuple[str, dict[str, str]]:
     """Path, decoded once, and query. Raises Malformed where others might read another path."""
     path, _, query = target.partition("?")
@@ -322,60 +298,6 @@ def split_target(target: str) -> tuple[str, dict[str, str]]:
     return decoded, dict(pairs)
 
 
-class Wire:
-    """The reading side of a connection; every wait has a deadline for the whole of it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.buffer = bytearray()
-
-    def fill(self, deadline: float) -> None:
-        """Read once. Raises TimeoutError and EOFError."""
-        self.sock.settimeout(max(0.001, deadline - time.monotonic()))
-        data = self.sock.recv(CHUNK_BYTES) if deadline > time.monotonic() else None
-        if data is None:
-            raise TimeoutError
-        if not data:
-            raise EOFError
-        self.buffer += data
-
-    def wait(self) -> None:
-        """Wait for the first byte of a request."""
-        deadline = time.monotonic() + IDLE_SECONDS
-        while not self.buffer:
-            self.fill(deadline)
-
-    def read_head(self) -> bytes:
-        """The head up to its empty line. Raises Malformed."""
-        deadline = time.monotonic() + HEAD_SECONDS
-        while self.buffer.startswith(b"\r\n"):  # RFC 9112, 2.2
-            del self.buffer[:2]
-        while (at := self.buffer.find(b"\r\n\r\n", 0, HEAD_BYTES + 4)) < 0:
-            if len(self.buffer) > HEAD_BYTES:
-                raise Malformed("head_too_large", f"the head is longer than {HEAD_BYTES} bytes")
-            try:
-                self.fill(deadline)
-            except TimeoutError:
-                raise Malformed("timeout",
-                                f"the head did not come within {HEAD_SECONDS} seconds") from None
-        head = bytes(self.buffer[:at])
-        del self.buffer[: at + 4]
-        return head
-
-    def read_body(self, length: int) -> bytes:
-        """The body. Raises Malformed."""
-        deadline = time.monotonic() + BODY_SECONDS
-        while len(self.buffer) < length:
-            try:
-                self.fill(deadline)
-            except TimeoutError:
-                raise Malformed("timeout",
-                                f"the body did not come within {BODY_SECONDS} seconds") from None
-        body = bytes(self.buffer[:length])
-        del self.buffer[:length]
-        return body
-
-
 # --- Answers ---
 
 CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -385,10 +307,10 @@ CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' 
 CSP_OF_TERMINALS = CSP.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 COMMON = {
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "DENY",
-    "Content-Security-Policy": CSP,
+    "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY", "Content-Security-Policy": CSP,
 }
+EVENTS = "text/event-stream; charset=utf-8"
 TYPES = {
     "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8", "mjs": "text/javascript; charset=utf-8",
@@ -418,14 +340,9 @@ class Stream:
         self.type, self.run, self.close = type, run, close
 
 
-class Upgrade:
-    """The connection goes to a terminal.
-
-    `attach` takes it, what was read ahead, and what to call at its end.
-    """
-
-    def __init__(self, attach: Callable[[socket.socket, bytes, Callable[[], None]], None]) -> None:
-        self.attach = attach
+# What takes the connection over: called with it, what was read ahead, and what to call at its end.
+Upgrade = Callable[[socket.socket, bytes, Callable[[], None]], None]
+Reply = Answer | Stream | Upgrade
 
 
 def json_answer(data: object, status: int = 200,
@@ -459,7 +376,7 @@ def serialize(answer: Answer, request: Request | None, keep: bool, bare: bool) -
 def head_bytes(status: int, headers: Mapping[str, str]) -> bytes:
     # strftime gives English names: this process never sets a locale.
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
-    lines = [f"HTTP/1.1 {status} {PHRASES.get(status, '')}", f"Date: {date}"]
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Date: {date}"]
     lines += [f"{name}: {value}" for name, value in {**COMMON, **headers}.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
@@ -497,7 +414,7 @@ def is_loopback(address: str) -> bool:
 
 def check_origin(request: Request, secure: bool) -> None:
     """Refuse what another site's page sends. Programs send neither of the two headers."""
-    if request.method in ("GET", "HEAD") and not request.upgrade:
+    if request.method in ("GET", "HEAD") and "upgrade" not in request.headers:
         return
     origin, host = request.headers.get("origin"), request.headers["host"].lower()
     if origin is None and request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
@@ -572,7 +489,7 @@ class Gateway:
         self.cookie = f"sandbox_{address[1]}"  # cookies know no ports: two servers would share one
         self.throttle = Throttle()
         self.lock = threading.Lock()
-        self.held: dict[str, set[socket.socket]] = {}  # open streams and terminals, by login
+        self.held: dict[socket.socket, str] = {}  # open streams and terminals, and their logins
         self.secret, self.ended = self.load()
         self.key = hmac.digest(self.secret, self.account, "sha256")
 
@@ -652,35 +569,20 @@ class Gateway:
         with self.lock:
             now = time.time()
             self.ended = {id: e for id, e in self.ended.items() if e > now} | {id: float(expiry)}
-            self.cut(login)
+            self.cut_ended()
             self.store(self.secret, self.ended)
 
     def hold(self, login: str, sock: socket.socket) -> None:
         """Have a connection end with its login, at once where that has ended already."""
-        with self.lock:
-            self.held.setdefault(login, set()).add(sock)
-            if not self.is_live(login):
-                self.cut(login)
-
-    def release(self, login: str, sock: socket.socket) -> None:
-        """A connection has ended."""
-        with self.lock:
-            socks = self.held[login]
-            socks.discard(sock)
-            if not socks:
-                del self.held[login]
-
-    def end_expired(self) -> None:
-        """End the connections of logins whose time is over."""
-        with self.lock:
-            for login in self.held:
-                if not self.is_live(login):
-                    self.cut(login)
-
-    def cut(self, login: str) -> None:
-        """Shut the connections of a login down: it wakes who waits for them or writes to them."""
-        for sock in self.held.get(login, ()):
+        self.held[sock] = login
+        if not self.is_live(login):
             shut_down(sock)
+
+    def cut_ended(self) -> None:
+        """Shut the connections of ended logins down: it wakes who waits for them or writes."""
+        for sock, login in list(self.held.items()):
+            if not self.is_live(login):
+                shut_down(sock)
 
 
 def shut_down(sock: socket.socket) -> None:
@@ -699,43 +601,41 @@ def digest(user: str, password: str) -> bytes:
 # --- Connections ---
 
 
-class Server(ThreadingHTTPServer):
-    """A thread per connection, up to CONNECTIONS of them; then one without a login makes room.
+class App(ThreadingTCPServer):
+    """What one server is made of; a thread per connection, up to CONNECTIONS of them.
 
-    Whatever an anonymous connection is doing (a handshake, half a head, half a body, an answer that
-    it does not take), it goes before one with a login: first the oldest from an address that nobody
-    is logged in from.
+    Then one without a login makes room. Whatever an anonymous connection is doing (a handshake,
+    half a head, half a body, an answer that it does not take), it goes before one with a login:
+    first the oldest from an address that nobody is logged in from.
     """
 
     daemon_threads = True
+    allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], app: App, tls: ssl.SSLContext | None) -> None:
-        self.app, self.tls = app, tls
+    def __init__(self, address: tuple[str, int], config: Config,
+                 tls: ssl.SSLContext | None) -> None:
+        self.tls = tls
+        self.password = config.get("serverPass") or secrets.token_urlsafe(12)
+        state = web_path(address)
+        self.gateway = Gateway(config.get("serverUser"), self.password, f"{state}.json", address,
+                               tls is not None, config.all("allowedHosts"))
+        self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
+        self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
-        # Oldest first: connections without a login, and those with one that wait for a request.
-        self.anonymous: dict[Handler, None] = {}
-        self.idle: dict[Handler, None] = {}
-        self.members: dict[Handler, None] = {}  # all with a login
+        # Whether each connection waits for a request, the oldest state first.
+        self.waiting: dict[Handler, bool] = {}
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
-    def server_bind(self) -> None:
-        """Bind, and do not ask the DNS for our own name as http.server does."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self.room:
-            self.count += 1
-            chosen = self.next_to_go() if self.count > CONNECTIONS else None
-        if chosen:
-            shut_down(chosen.connection)
         try:
             with self.room:
+                self.count += 1
+                ending = self.count > CONNECTIONS and self.end_first()
                 enough = self.room.wait_for(lambda: self.count <= CONNECTIONS + SPARE_CONNECTIONS,
-                                            ROOM_SECONDS if chosen else 0)
+                                            ROOM_SECONDS if ending else 0)
             if not enough:
                 raise OSError("too many connections")
             super().process_request(request, client_address)
@@ -743,41 +643,35 @@ class Server(ThreadingHTTPServer):
             self.count_out()
             self.shutdown_request(request)
 
-    def next_to_go(self) -> Handler | None:
-        """The connection that makes room, taken out of the lists."""
-        known = {member.network for member in self.members}
-        strangers = [handler for handler in self.anonymous if handler.network not in known]
-        chosen = next(iter([*strangers, *self.anonymous, *self.idle]), None)
+    def end_first(self) -> bool:
+        """End the connection that makes room; whether there is one."""
+        known = {handler.network for handler in self.waiting if handler.login}
+        anonymous = [handler for handler in self.waiting if not handler.login]
+        strangers = [handler for handler in anonymous if handler.network not in known]
+        idle = [handler for handler, waits in self.waiting.items() if waits and handler.login]
+        chosen = next(iter([*strangers, *anonymous, *idle]), None)
         if chosen:
-            self.forget(chosen)
-        return chosen
+            del self.waiting[chosen]
+            shut_down(chosen.connection)
+        return chosen is not None
 
-    def place(self, handler: Handler, login: bool, waits: bool = False) -> None:
-        """Note who a connection belongs to, and whether it waits for a request."""
+    def place(self, handler: Handler, waits: bool) -> None:
+        """Note whether a connection waits for a request."""
         with self.room:
-            self.forget(handler)
-            if not login:
-                self.anonymous[handler] = None
-                return
-            self.members[handler] = None
-            if waits:
-                self.idle[handler] = None
-
-    def forget(self, handler: Handler) -> None:
-        for group in (self.anonymous, self.idle, self.members):
-            group.pop(handler, None)
+            self.waiting.pop(handler, None)
+            self.waiting[handler] = waits
 
     def count_out(self, handler: Handler | None = None) -> None:
         """Make the room of a connection that is gone free."""
         with self.room:
             self.count -= 1
             if handler:
-                self.forget(handler)
+                self.waiting.pop(handler, None)
             self.room.notify()
 
     def service_actions(self) -> None:
         """What is to be done twice a second."""
-        self.app.gateway.end_expired()
+        self.gateway.cut_ended()
         self.most = max(self.most, self.count)
         if self.most - self.count > CONNECTIONS_TRIMMED:
             self.most = self.count
@@ -788,15 +682,16 @@ class Server(ThreadingHTTPServer):
             log(traceback.format_exc().rstrip())
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection: its requests in turn."""
+class Handler(BaseRequestHandler):
+    """One connection: its requests in turn. Every wait has a deadline for the whole of it."""
 
-    server: Server
+    server: App
 
     def setup(self) -> None:
         self.handed_over = False
-        self.login = self.held = ""  # of the last request; of what is open now
+        self.login = ""  # of the last request
         self.network = throttled_as(str(self.client_address[0]))
+        self.buffer = bytearray()  # what was read and not used yet
         self.connection = socket.socket(fileno=self.request.detach())
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -810,17 +705,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def leave(self) -> None:
         """The connection has ended, here or in a terminal."""
-        if self.held:
-            self.server.app.gateway.release(self.held, self.connection)
+        self.server.gateway.held.pop(self.connection, None)
         self.server.count_out(self)
 
-    def hold(self, login: str) -> None:
-        """Let the connection end with its login."""
-        self.held = login
-        self.server.app.gateway.hold(login, self.connection)
-
     def handle(self) -> None:
-        self.server.place(self, login=False)
+        self.server.place(self, waits=False)
         with suppress(OSError, EOFError):  # the client has gone, or is too slow
             if tls := self.server.tls:
                 self.connection.settimeout(HEAD_SECONDS)
@@ -828,59 +717,51 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection = tls.wrap_socket(self.connection, server_side=True,
                                                   do_handshake_on_connect=False)
                 self.connection.do_handshake()
-            self.wire = Wire(self.connection)
             while self.serve_request():
                 pass
 
     def serve_request(self) -> bool:
         """Read a request and answer it; whether the connection stays."""
-        self.server.place(self, bool(self.login), waits=True)
-        self.wire.wait()
+        self.server.place(self, waits=True)
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not self.buffer:
+            self.fill(deadline)
         self.request_now: Request | None = None
         self.unread, began = False, time.monotonic()
         answer = self.answer_next()
         request = self.request_now
+        self.connection.settimeout(WRITE_SECONDS)
         if isinstance(answer, Answer):
             keep = request is not None and request.keeps_alive and not self.unread
-            self.connection.settimeout(WRITE_SECONDS)
             self.connection.sendall(serialize(answer, request, keep, self.bare))
             self.log_answer(answer.status, began)
             if self.unread:
                 self.linger()
             return keep
-        assert request
-        self.hold(request.login)
-        if isinstance(answer, Stream):
-            try:
-                self.send_stream(answer, began)
-            finally:
-                answer.close()
-        else:
-            self.log_answer(101, began)
-            answer.attach(self.connection, bytes(self.wire.buffer), self.leave)
+        self.server.gateway.hold(self.login, self.connection)
+        self.log_answer(200 if isinstance(answer, Stream) else 101, began)
+        if not isinstance(answer, Stream):
+            answer(self.connection, bytes(self.buffer), self.leave)
             self.handed_over = True
+            return False
+        headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
+        with closing(answer):
+            self.connection.sendall(head_bytes(200, headers))
+            if not self.bare:
+                answer.run(self.connection)
         return False
 
-    def send_stream(self, answer: Stream, began: float) -> None:
-        self.log_answer(200, began)
-        self.connection.settimeout(WRITE_SECONDS)
-        headers = {"Content-Type": answer.type, "Cache-Control": "no-store", "Connection": "close"}
-        self.connection.sendall(head_bytes(200, headers))
-        if not self.bare:
-            answer.run(self.connection)
-
-    def answer_next(self) -> Answer | Stream | Upgrade:
+    def answer_next(self) -> Reply:
         """Read and route one request; every exception becomes an answer."""
         head = b""
         try:
-            head = self.wire.read_head()
+            head = self.read_head()
             self.request_now = request = parse_head(head, str(self.client_address[0]))
             self.unread = request.length > 0
-            app = self.server.app
-            refused = app.gateway.admit(request, self.local)
+            refused = self.server.gateway.admit(request, self.local)
             self.login = request.login
-            self.server.place(self, bool(self.login))
-            return refused or app.answer(request, self.read_body)
+            self.server.place(self, waits=False)
+            return refused or self.carry_out(request)
         except (TimeoutError, EOFError, ConnectionError):
             raise
         except Exception as error:
@@ -889,20 +770,59 @@ class Handler(BaseHTTPRequestHandler):
             return error_answer(as_web_error(error))
         finally:
             # HEAD gets no body, not even with the error for a head that could not be read.
-            self.bare = (head or self.wire.buffer).startswith(b"HEAD ")
+            self.bare = (head or self.buffer).startswith(b"HEAD ")
 
-    def read_body(self, limit: int) -> bytes:
-        """The body of the request at hand. Raises WebError when it is longer than the limit."""
-        request = self.request_now
-        assert request
+    def carry_out(self, request: Request) -> Reply:
+        """Read the body of a request that the gateway has admitted, and call its function."""
+        function, params = route(request.method, request.path)
+        request.body = self.read_body(request)
+        if request.path not in ANONYMOUS and not self.server.gateway.is_live(request.login):
+            return anonymous_answer(request.path)  # the login ended while the body came
+        return function(self.server, request, params)
+
+    def fill(self, deadline: float, late: str = "") -> None:
+        """Read once. Raises EOFError, and after the deadline TimeoutError, or Malformed(late)."""
+        try:
+            if deadline <= time.monotonic():
+                raise TimeoutError
+            self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self.connection.recv(CHUNK_BYTES)
+        except TimeoutError:
+            if not late:
+                raise
+            raise Malformed("timeout", late) from None
+        if not data:
+            raise EOFError
+        self.buffer += data
+
+    def read_head(self) -> bytes:
+        """The head up to its empty line. Raises Malformed."""
+        deadline = time.monotonic() + HEAD_SECONDS
+        while self.buffer.startswith(b"\r\n"):  # RFC 9112, 2.2
+            del self.buffer[:2]
+        while (at := self.buffer.find(b"\r\n\r\n", 0, HEAD_BYTES + 4)) < 0:
+            if len(self.buffer) > HEAD_BYTES:
+                raise Malformed("head_too_large", f"the head is longer than {HEAD_BYTES} bytes")
+            self.fill(deadline, f"the head did not come within {HEAD_SECONDS} seconds")
+        head = bytes(self.buffer[:at])
+        del self.buffer[: at + 4]
+        return head
+
+    def read_body(self, request: Request) -> bytes:
+        """The body of a request. Raises Malformed."""
+        limit = BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES
         if request.length > limit:
             raise Malformed("too_large", f"the body is longer than {limit} bytes")
         expected = request.headers.get("expect", "")
         if expected and expected.lower() != "100-continue":
             raise Malformed("expectation_failed", "the header Expect may be 100-continue only")
-        if expected and request.length > len(self.wire.buffer):
+        if expected and request.length > len(self.buffer):
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = self.wire.read_body(request.length)
+        deadline = time.monotonic() + BODY_SECONDS
+        while len(self.buffer) < request.length:
+            self.fill(deadline, f"the body did not come within {BODY_SECONDS} seconds")
+        body = bytes(self.buffer[: request.length])
+        del self.buffer[: request.length]
         self.unread = False
         return body
 
@@ -911,8 +831,8 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + 1
         for _ in range(64):
-            self.wire.buffer.clear()
-            self.wire.fill(deadline)
+            self.buffer.clear()
+            self.fill(deadline)
 
     def log_answer(self, status: int, began: float) -> None:
         request = self.request_now
@@ -936,8 +856,8 @@ def asset_names() -> list[str]:
             names = [name.partition("/")[2] for name in archive.namelist()
                      if name.startswith("sandbox_static/")]
     else:
-        top = next((p for folder in ("sandbox_static", "static")
-                    if os.path.isdir(p := f"{here}/{folder}")), here)
+        installed = f"{here}/sandbox_static"
+        top = installed if os.path.isdir(installed) else f"{here}/static"
         names = [os.path.relpath(os.path.join(at, file), top) for at, _, files in os.walk(top)
                  for file in files]
     return sorted(name for name in names if name.startswith(("ui/", "preview/", "auth/")))
@@ -1034,7 +954,8 @@ class Sessions:
         self.changes = 0
         self.rows: list[dict[str, str]] = []
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
-        self.failed: tuple[float, WebError] | None = None  # when the last call failed, and how
+        # When the last call failed, and what is told of it: an error that is kept holds its frames.
+        self.failed = (0.0, ("", "", ""))
 
     def expire(self) -> None:
         """Have the next list be a new one: something has changed."""
@@ -1043,29 +964,26 @@ class Sessions:
     def list(self) -> list[dict[str, str]]:
         asked = time.monotonic()
         with self.lock:
-            if self.failed and self.failed[0] > asked:  # a call failed while this one waited
-                raise self.failed[1].again()
+            if self.failed[0] > asked:  # a call failed while this one waited
+                raise WebError(*self.failed[1])
             changes, when = self.known
             if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
                 changes = self.changes
                 try:
-                    self.rows = sandbox.list_sessions(sandbox.candidates(base_config()))
+                    self.rows = sandbox.list_sessions(sandbox.candidates(sandbox.load_config()))
                 except SandboxError as error:
-                    self.failed = (time.monotonic(), as_web_error(error))
+                    told = as_web_error(error)
+                    self.failed = (time.monotonic(), (told.code, told.message, told.hint))
                     raise
                 self.known = (changes, time.monotonic())
             return self.rows
-
-
-def base_config() -> Config:
-    return sandbox.load_config()
 
 
 def find(name: str) -> tuple[Engine, Session]:
     """The session of a name. Raises WebError when there is none."""
     with suppress(ValueError):
         name = sandbox.a_name(name)
-        engine, session = sandbox.find_session(sandbox.candidates(base_config()), name)
+        engine, session = sandbox.find_session(sandbox.candidates(sandbox.load_config()), name)
         if session:
             return engine, session
     raise WebError("not_found", f"there is no session {name!r}")
@@ -1085,18 +1003,15 @@ SETTINGS = tuple(key.name for key in sandbox.KEYS.values() if key.setting)
 def prompt_template(agent: str, configured: str | None, settings: Mapping[str, Any]) -> str:
     """A session's agentPromptCommand: set for it, configured, or its agent's; '' for none."""
     own = settings.get("agentPromptCommand")
-    return str(own if own is not None else configured or agents_prompt(agent))
-
-
-def agents_prompt(agent: str) -> str:
-    return sandbox.AGENTS[agent].prompt if agent in sandbox.AGENTS else ""
+    agents = sandbox.AGENTS[agent].prompt if agent in sandbox.AGENTS else ""
+    return str(own if own is not None else configured or agents)
 
 
 def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
     """Whether a session of the list can be prompted: its template has the placeholder."""
     settings: Mapping[str, Any] = {}
     with suppress(SandboxError):  # the session's own page shows the error
-        settings = read_settings(row["name"])
+        settings = sandbox.read_settings(row["name"])
     profile = data.get("runs", {}).get(row["profile"])
     configured = {**data,
                   **(profile if isinstance(profile, dict) else {})}.get("agentPromptCommand")
@@ -1111,7 +1026,7 @@ def recreate_lines(session: Session, config: Config) -> list[str]:
 
 
 def workdir(session: Session) -> str:
-    return str(session.created()[0].get("workdir") or "/")
+    return str(session.created()[0]["workdir"])
 
 
 def session_data(session: Session, engine: Engine) -> dict[str, Any]:
@@ -1122,15 +1037,14 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
                    "agentPromptCommand")
         return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
                 "runtime": engine.name, "recreate": []}
-    settings = read_settings(session.name)
-    config = session_config(session, settings)
+    settings = sandbox.read_settings(session.name)
+    config = sandbox.session_config(session, settings)
     return {
         "name": session.name, "state": session.state, "agent": session.agent,
         "profile": session.profile,
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
-        "image": have.get("image", ""), "ports": have.get("ports", []),
-        "network": sandbox.network_of(session, config) if session.proxy
-        else have.get("network", ""),
+        "image": have["image"], "ports": have["ports"],
+        "network": sandbox.network_of(session, config) if session.proxy else have["network"],
         "runtime": engine.name, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
                                               settings),
@@ -1166,7 +1080,7 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
                   places={key: name for name, key in keys.items()})
     config = sandbox.load_config(flags, profile)
     directory = config.get("hostPath")
-    if config.source("hostPath") == "default":
+    if not config.is_given("hostPath"):
         raise WebError("bad_request", "the directory is missing",
                        "give directory: an absolute path on the host")
     if not os.path.isdir(directory):
@@ -1194,7 +1108,7 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
     sandbox.forget_files(name)  # left of a session that was removed behind our back
-    write_settings(name, settings)
+    sandbox.write_settings(name, settings)
     try:
         engine, session = sandbox.create_session(engines, name, config, flags, spec)
     except BaseException:
@@ -1218,7 +1132,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     have, kept = session.created()
     place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = session_config(session, flags=Layer(place, "request"))
+    config = sandbox.session_config(session, flags=Layer(place, "request"))
     spec = sandbox.spec_of(config)
     with as_request_error():
         sandbox.check_spec(spec)
@@ -1270,8 +1184,9 @@ def post_stop(app: App, _request: Request, params: Params) -> Answer:
 
 def settings_answer(session: Session) -> Answer:
     """The settings, what is in force, what would be without them, what needs a new container."""
-    settings = read_settings(session.name)
-    config, without = session_config(session, settings), session_config(session, {})
+    settings = sandbox.read_settings(session.name)
+    config = sandbox.session_config(session, settings)
+    without = sandbox.session_config(session, {})
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
                         "effective": in_force(session, config, settings),
                         "configured": in_force(session, without, {}),
@@ -1293,12 +1208,12 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
     data = request.json()
     engine, session = find(params["session"])
     with sandbox.lock_settings(session.name):
-        settings = checked_settings(data, read_settings(session.name))
-        config = session_config(session, settings)
+        settings = checked_settings(data, sandbox.read_settings(session.name))
+        config = sandbox.session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
             sandbox.env_script(sandbox.exec_env(config, workdir(session)))
-        write_settings(session.name, settings)
+        sandbox.write_settings(session.name, settings)
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
     return settings_answer(session)
@@ -1331,7 +1246,7 @@ def find_allowlist(name: str) -> tuple[Engine, Session]:
 
 def get_network(_app: App, _request: Request, params: Params) -> Answer:
     _, session = find_allowlist(params["session"])
-    return json_answer(sandbox.network_of(session, session_config(session)))
+    return json_answer(sandbox.network_of(session, sandbox.session_config(session)))
 
 
 def post_network(_app: App, request: Request, params: Params) -> Answer:
@@ -1349,13 +1264,10 @@ def get_decisions(app: App, _request: Request, params: Params) -> Stream:
     engine, session = find_allowlist(params["session"])
     argv = engine.logs_argv(session.proxy, follow=True, tail=SHOWN_DECISIONS)
     kept = sorted(sandbox.kept_decisions(engine, session), key=lambda entry: str(entry["time"]))
-    last = kept[-SHOWN_DECISIONS:]
-    return Stream("text/event-stream; charset=utf-8",
-                  lambda sock: follow_log(sock, last, argv, lambda: app.stopping))
+    return Stream(EVENTS, lambda sock: follow_log(sock, kept[-SHOWN_DECISIONS:], argv, app))
 
 
-def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
-               stopping: Callable[[], bool]) -> None:
+def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str], app: App) -> None:
     """Send what is kept, then each JSON line of a command, until it ends or the client has gone."""
     (out, out_end), null = os.pipe(), os.open(os.devnull, os.O_RDWR)
     pid = sandbox.spawn(argv, fds={0: null, 1: out_end, 2: null})
@@ -1365,7 +1277,7 @@ def follow_log(sock: socket.socket, kept: Sequence[Any], argv: Sequence[str],
     poller.register(out, select.POLLIN)
     try:
         sock.sendall(b": the log\n\n" + b"".join(event_bytes("decision", item) for item in kept))
-        while not stopping():
+        while not app.stopping:
             ready = [fd for fd, _ in poller.poll(1000)]
             if sock.fileno() in ready and not sock.recv(4096):
                 return
@@ -1394,13 +1306,13 @@ def get_profiles(_app: App, _request: Request, _params: Params) -> Answer:
     for name in data.get("runs", {}):
         try:
             config = sandbox.load_config(profile=name, data=data)
-            own = config.source("hostPath") != "default"
+            own = config.is_given("hostPath")
             profiles.append({"name": name, "agent": config.get("yolo") or "", "image": config.image,
                              "directory": config.get("hostPath") if own else "", "error": None})
         except SandboxError as error:
             profiles.append({"name": name, "agent": "", "image": "", "directory": "",
                              "error": error.message})
-    directory = base_config().get("hostPath") or ""
+    directory = sandbox.load_config().get("hostPath") or ""
     details = [{"name": agent.program, "title": agent.title, "shortcuts": agent.shortcuts,
                 "agentPromptCommand": agent.prompt, "events": agent.events}
                for agent in sandbox.AGENTS.values()]
@@ -1445,7 +1357,8 @@ def iso(seconds: float) -> str:
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session, under a supervisor; the job as clients see it."""
-    env = sandbox.exec_env(session_config(session), workdir(session)) | dict(extra_env or {})
+    config = sandbox.session_config(session)
+    env = {**sandbox.exec_env(config, workdir(session)), **(extra_env or {})}
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1502,7 +1415,7 @@ def start_autostart(engine: Engine, session: Session) -> None:
     Where this is not reached, the session's next command starts it: see static/session/exec.sh.
     """
     try:
-        if script := session_config(session).get("autostart"):
+        if script := sandbox.session_config(session).get("autostart"):
             start_job(engine, session, "autostart", script, {}, {"SANDBOX_AUTOSTART": "job"})
     except (WebError, SandboxError, OSError) as error:
         cause = as_web_error(error)
@@ -1520,11 +1433,14 @@ def read_job(session: str, id: str) -> dict[str, Any]:
     if folder in ENDED_JOBS:
         return ENDED_JOBS[folder]
     try:
-        job = kept_job(sandbox.read_json(f"{folder}/job.json"))
+        kept = sandbox.read_json(f"{folder}/job.json")["job"]
+        job: dict[str, Any] = {key: value for key, value in kept.items() if isinstance(value, str)}
+        if not {"kind", "command", "started"} <= job.keys():
+            raise ValueError("it describes no job")
         alive = is_locked(f"{folder}/lock")
         status = kept_status(f"{folder}/status")
         size = os.stat(f"{folder}/output").st_size
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise WebError("not_found", f"there is no job {id!r}") from None
     state = "running" if alive else "lost"
     if status:
@@ -1541,16 +1457,6 @@ def read_job(session: str, id: str) -> dict[str, Any]:
 
 
 STATUS_TYPES = {"exit": int, "ended": str, "error": str}
-
-
-def kept_job(data: Any) -> dict[str, Any]:
-    """What a job is, of its job.json. Raises ValueError."""
-    job = data.get("job") if isinstance(data, dict) else None
-    job = job if isinstance(job, dict) else {}
-    texts = {key: value for key, value in job.items() if isinstance(value, str)}
-    if not {"kind", "command", "started"} <= texts.keys():
-        raise ValueError("it describes no job")
-    return texts
 
 
 def kept_status(path: str) -> dict[str, Any]:
@@ -1614,28 +1520,29 @@ def session_name(params: Params) -> str:
     raise WebError("not_found", "there is no such session")
 
 
+STREAMS = ("stdout", "stderr")
+
+
 class Follower:
     """Reads a job's output from an offset on, run by run."""
 
     def __init__(self, folder: str, offset: int) -> None:
         self.position = offset
         self.start, self.stream = 0, 0  # of the run at hand
-        # The last runs before the one at hand, by stream.
-        self.passed: tuple[Pieces, Pieces] = (deque(maxlen=3), deque(maxlen=3))
+        # The last runs before the one at hand, by stream, as (start, end).
+        self.passed = [deque[tuple[int, int]](maxlen=3) for _ in STREAMS]
         self.unparsed = b""
+        fds: list[int] = []
         try:
-            self.output = os.open(f"{folder}/output", os.O_RDONLY)
-            try:
-                self.runs = os.open(f"{folder}/runs", os.O_RDONLY)
-            except OSError:
-                os.close(self.output)
-                raise
+            for name in ("output", "runs"):
+                fds.append(os.open(f"{folder}/{name}", os.O_RDONLY))
         except OSError:
+            sandbox.Output.close(*fds)
             raise WebError("not_found", "the job's output is not there any more") from None
+        self.output, self.runs = fds
 
     def close(self) -> None:
-        os.close(self.output)
-        os.close(self.runs)
+        sandbox.Output.close(self.output, self.runs)
 
     def next(self) -> tuple[int, bytes] | None:
         """The next piece as (stream, bytes); None when there is nothing yet, or no more."""
@@ -1704,27 +1611,26 @@ def job_now(job: dict[str, Any]) -> dict[str, Any]:
         return job | {"state": "lost", "error": error}
 
 
-def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower,
-               stopping: Callable[[], bool]) -> None:
+def follow_job(sock: socket.socket, job: dict[str, Any], follower: Follower, app: App) -> None:
     """Send a job's output as server-sent events, until the job has ended or the client has gone."""
     # One decoder for each stream: output of the other may come between the bytes of a character.
     # An offset may lie between them as well.
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)]
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in STREAMS]
     for stream, decoder in enumerate(decoders):
         decoder.decode(follower.before(stream))
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     sock.sendall(event_bytes("job", job_now(job)))
     quiet = time.monotonic()
-    while not stopping():
+    while not app.stopping:
         job = job_now(job)  # before the output: what an ended job has written is all there
         events, size = [], 0
         while size < CHUNK_BYTES and (piece := follower.next()):
             size += len(piece[1])
             if text := decoders[piece[0]].decode(piece[1]):
-                events.append(event_bytes(("stdout", "stderr")[piece[0]], text, follower.position))
+                events.append(event_bytes(STREAMS[piece[0]], text, follower.position))
         if not events and job["state"] != "running":
-            for name, decoder in zip(("stdout", "stderr"), decoders, strict=True):
+            for name, decoder in zip(STREAMS, decoders, strict=True):
                 if rest := decoder.decode(b"", True):
                     sock.sendall(event_bytes(name, rest, follower.position))
             sock.sendall(event_bytes("end", job, follower.position))
@@ -1757,17 +1663,16 @@ def post_command(app: App, request: Request, params: Params) -> Answer:
 def post_prompt(app: App, request: Request, params: Params) -> Answer:
     prompt = only_text(request, "prompt", "what the agent is asked")
     engine, session = find_running(params["session"])
-    settings = read_settings(session.name)
-    config = session_config(session, settings)
+    settings = sandbox.read_settings(session.name)
+    config = sandbox.session_config(session, settings)
     template = prompt_template(session.agent, config.get("agentPromptCommand"), settings)
     if "{prompt}" not in template:
         reason = "lacks the placeholder {prompt}" if template else "has no agentPromptCommand"
         raise WebError("conflict", f"the session {session.name} {reason}",
                        "set agentPromptCommand in its settings")
-    command = insert_prompt(template)
-    shown = {"prompt": prompt,
-             "agent": session.agent if template == agents_prompt(session.agent) else ""}
-    return json_answer(start_job(engine, session, "prompt", command, shown,
+    agents = template == prompt_template(session.agent, None, {})
+    shown = {"prompt": prompt, "agent": session.agent if agents else ""}
+    return json_answer(start_job(engine, session, "prompt", insert_prompt(template), shown,
                                  {"SANDBOX_PROMPT": prompt}), 201)
 
 
@@ -1805,23 +1710,20 @@ def get_events(app: App, request: Request, params: Params) -> Stream:
         request.query["from"] = request.headers["last-event-id"]
     offset = request.number("from", 0, 0, 1 << 60)
     follower = Follower(job_folder(job["session"], job["id"]), offset)
-    return Stream("text/event-stream; charset=utf-8",
-                  lambda sock: follow_job(sock, job, follower, lambda: app.stopping),
-                  follower.close)
+    return Stream(EVENTS, lambda sock: follow_job(sock, job, follower, app), follower.close)
 
 
 def get_output(_app: App, request: Request, params: Params) -> Stream:
     """The output's bytes as they were, of both streams or of ?stream=stdout|stderr."""
     job = job_of(params)
     wanted = request.query.get("stream", "")
-    if wanted not in ("", "stdout", "stderr"):
+    if wanted not in ("", *STREAMS):
         raise WebError("bad_request", "stream: it is neither stdout nor stderr")
-
     follower = Follower(job_folder(job["session"], job["id"]), 0)
 
     def send(sock: socket.socket) -> None:
         while piece := follower.next():
-            if wanted in ("", ("stdout", "stderr")[piece[0]]):
+            if wanted in ("", STREAMS[piece[0]]):
                 sock.sendall(piece[1])
 
     return Stream("application/octet-stream", send, follower.close)
@@ -1901,12 +1803,7 @@ class Viewer:
         self.progress = self.seen = self.pinged = time.monotonic()
         self.gone = False
 
-    @property
-    def fd(self) -> int:
-        return self.sock.fileno()
-
     def control(self, **message: object) -> None:
-        """Send a control message."""
         if self.open:
             self.protocol.send_text(json.dumps(message).encode())
             self.push()
@@ -1923,32 +1820,27 @@ class Viewer:
             while self.pending:
                 taken = self.sock.send(self.pending)
                 self.pending, self.progress = self.pending[taken:], time.monotonic()
-        except (BlockingIOError, InterruptedError):
-            return
         except OSError as error:
-            self.gone = not is_tls_wait(error)
+            self.gone = self.gone or not has_to_wait(error)
 
     def receive(self) -> list[Any]:
         """The frames that have come."""
         try:
-            while True:
-                data = self.sock.recv(CHUNK_BYTES)
-                if not data:
-                    self.gone = True
-                    break
+            while data := self.sock.recv(CHUNK_BYTES):
                 self.seen = time.monotonic()
                 self.protocol.receive_data(data)
                 if len(data) < CHUNK_BYTES and not getattr(self.sock, "pending", int)():
                     break
-        except (BlockingIOError, InterruptedError):
-            pass
+            else:
+                self.gone = True
         except OSError as error:
-            self.gone = self.gone or not is_tls_wait(error)
+            self.gone = self.gone or not has_to_wait(error)
         return self.protocol.events_received()
 
 
-def is_tls_wait(error: OSError) -> bool:
-    return type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError")
+def has_to_wait(error: OSError) -> bool:
+    """Whether a socket, in the clear or of TLS, is only not ready yet."""
+    return type(error).__name__ in ("BlockingIOError", "SSLWantReadError", "SSLWantWriteError")
 
 
 class Terminal:
@@ -1974,12 +1866,9 @@ class Terminal:
         """Start the engine's client on a new PTY, without a line discipline of ours in between."""
         import tty
 
-        config = session_config(self.session)
         env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
-        env |= sandbox.exec_env(config, workdir(self.session))
-        command = sandbox.SHELL
-        if self.run == "agent":
-            command = sandbox.AGENTS[self.session.agent].yolo
+        env |= sandbox.exec_env(sandbox.session_config(self.session), workdir(self.session))
+        command = sandbox.AGENTS[self.session.agent].yolo if self.run == "agent" else sandbox.SHELL
         argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.tag,
                                  command, stdin=True, size=self.size)
         environ = {**os.environ, "TERM": "xterm-256color", "SANDBOX_ENV": sandbox.env_script(env)}
@@ -1995,8 +1884,6 @@ class Terminal:
         finally:
             os.close(slave)
         os.set_blocking(self.master, False)
-        self.poller = select.poll()
-        self.masks: dict[int, int] = {}
 
     def data(self) -> dict[str, Any]:
         return {"id": self.id, "session": self.session.name, "run": self.run,
@@ -2046,8 +1933,7 @@ class Terminal:
         return bool(over) and not self.arriving or time.monotonic() - self.end_time > LINGER_SECONDS
 
     def step(self) -> None:
-        self.set_masks()
-        for fd, happened in self.poller.poll(self.timeout() * 1000):
+        for fd, happened in self.what_waits().poll(self.timeout() * 1000):
             if fd == self.master:
                 if happened & select.POLLOUT and self.input:
                     self.write_input()
@@ -2056,32 +1942,29 @@ class Terminal:
             elif fd == self.wake_read:
                 with suppress(OSError):
                     os.read(fd, 4096)
-            elif viewer := next((v for v in self.viewers if v.fd == fd), None):
+            elif viewer := next((v for v in self.viewers if v.sock.fileno() == fd), None):
                 self.serve_viewer(viewer, happened)
         while self.arriving:
             self.welcome(self.arriving.popleft())
         self.look_after_viewers()
 
-    def set_masks(self) -> None:
-        """Register what is to be waited for.
+    def what_waits(self) -> select.poll:
+        """All that is to be waited for.
 
         A PTY that is not to be read is not registered: its hang-up would make the loop spin.
         """
-        masks = {self.wake_read: select.POLLIN}
+        poller = select.poll()
+        poller.register(self.wake_read, select.POLLIN)
         if not self.ended:
             mask = select.POLLIN if self.may_read() else 0
             mask |= select.POLLOUT if self.input else 0
             if mask:
-                masks[self.master] = mask
+                poller.register(self.master, mask)
         for viewer in self.viewers:
             full = viewer is self.writer and len(self.input) > CHUNK_BYTES
             mask = 0 if full else select.POLLIN
-            masks[viewer.fd] = mask | (select.POLLOUT if viewer.pending else 0)
-        for fd in self.masks.keys() - masks.keys():
-            self.poller.unregister(fd)
-        self.masks = masks
-        for fd, mask in self.masks.items():
-            self.poller.register(fd, mask)
+            poller.register(viewer.sock, mask | (select.POLLOUT if viewer.pending else 0))
+        return poller
 
     def may_read(self) -> bool:
         """Whether the program may go on: the writer has taken all, or nothing for a long time."""
@@ -2102,10 +1985,8 @@ class Terminal:
             while size < CHUNK_BYTES and (count := self.ring.take(self.master)):
                 size += count
             over = size < CHUNK_BYTES
-        except (BlockingIOError, InterruptedError):
-            over = False
-        except OSError:  # EIO: nobody has the other end open any more
-            over = True
+        except OSError as error:  # EIO: nobody has the other end open any more
+            over = not isinstance(error, BlockingIOError)
         if size:
             for viewer in self.viewers:
                 self.flush(viewer)
@@ -2114,9 +1995,6 @@ class Terminal:
 
     def end(self) -> None:
         """The program has ended, and all it has printed is in the ring."""
-        self.masks.pop(self.master, None)
-        with suppress(KeyError):
-            self.poller.unregister(self.master)
         os.close(self.master)
         self.status = sandbox.wait_for(self.pid)
         self.ended, self.end_time = True, time.monotonic()
@@ -2126,7 +2004,7 @@ class Terminal:
     def write_input(self) -> None:
         try:
             del self.input[: os.write(self.master, self.input[:CHUNK_BYTES])]
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             pass
         except OSError:
             self.input.clear()
@@ -2242,8 +2120,6 @@ class Terminal:
 
     def part(self, viewer: Viewer) -> None:
         self.viewers.remove(viewer)
-        if self.masks.pop(viewer.fd, None) is not None:
-            self.poller.unregister(viewer.fd)
         with suppress(OSError):
             viewer.sock.shutdown(socket.SHUT_WR)
         viewer.sock.close()
@@ -2360,7 +2236,7 @@ def delete_terminal(app: App, _request: Request, params: Params) -> Answer:
 
 def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
     """The WebSocket: ?id=<terminal>&from=<seq> comes back to one, else a new one is opened."""
-    if not request.upgrade:
+    if "upgrade" not in request.headers:
         raise WebError("bad_request", "this is the address of a WebSocket", "connect to it as one")
     size = (request.number("rows", 24, 1, 1000), request.number("cols", 80, 1, 1000))
     position = request.number("from", 0, 0, 1 << 60)
@@ -2386,7 +2262,7 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
         viewer.push()
         terminal.attach(viewer)
 
-    return Upgrade(attach)
+    return attach
 
 
 def accept_websocket(request: Request) -> tuple[ServerProtocol, Any]:
@@ -2404,7 +2280,7 @@ def accept_websocket(request: Request) -> tuple[ServerProtocol, Any]:
 
 # --- Routes ---
 
-Route = Callable[["App", Request, Params], "Answer | Stream | Upgrade"]
+Route = Callable[[App, Request, Params], Reply]
 SESSION = "/api/sessions/{session}"
 ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/", asset_route("ui/index.html")),
@@ -2455,10 +2331,8 @@ PATHS = [(verb, regex_of(pattern), function) for verb, pattern, function in ROUT
 
 def route(method: str, path: str) -> tuple[Route, dict[str, str]]:
     """The function for a request. Raises WebError when there is none."""
-    fitting: dict[str, tuple[Route, dict[str, str]]] = {}
-    for verb, regex, function in PATHS:
-        if found := regex.fullmatch(path):
-            fitting.setdefault(verb, (function, found.groupdict()))
+    fitting = {verb: (function, found.groupdict()) for verb, regex, function in reversed(PATHS)
+               if (found := regex.fullmatch(path))}  # of two the first in the table counts
     if not fitting:
         raise WebError("not_found", "there is nothing at this address")
     verb = "GET" if method == "HEAD" else method
@@ -2469,31 +2343,9 @@ def route(method: str, path: str) -> tuple[Route, dict[str, str]]:
     return fitting[verb]
 
 
-class App:
-    """What one server is made of."""
-
-    def __init__(self, address: tuple[str, int], config: Config, secure: bool) -> None:
-        password = config.get("serverPass")
-        self.password = password or secrets.token_urlsafe(12)
-        self.generated = not password
-        self.user = config.get("serverUser")
-        state = web_path(address)
-        self.gateway = Gateway(self.user, self.password, f"{state}.json", address, secure,
-                               config.all("allowedHosts"))
-        self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
-        self.stopping = False
-
-    def answer(self, request: Request,
-               read_body: Callable[[int], bytes]) -> Answer | Stream | Upgrade:
-        """Read the body of a request that the gateway has admitted, and carry it out."""
-        function, params = route(request.method, request.path)
-        request.body = read_body(BODY_BYTES if request.login else ANONYMOUS_BODY_BYTES)
-        if request.path not in ANONYMOUS and not self.gateway.is_live(request.login):
-            return anonymous_answer(request.path)  # the login ended while the body came
-        return function(self, request, params)
-
-
 # --- Service control ---
+
+Tell = Callable[[str], None]
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -2502,9 +2354,8 @@ def parse_address(text: str) -> tuple[str, int]:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         address = ipaddress.ip_address(bare)
-        if not colon or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-            raise ValueError
-        if (address.version == 6) != host.startswith("["):
+        if not (colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+                and host.startswith("[") == (address.version == 6)):
             raise ValueError
     except ValueError:
         hint = f"for example {DEFAULT_ADDRESS} or [::1]:3000"
@@ -2638,10 +2489,8 @@ def serve(args: argparse.Namespace) -> int:
     background = args.background or args.restart
     record = {"background": background,
               "options": {key: getattr(args, key) for key in KEPT_OPTIONS}}
-    if background:
-        return run_in_background(address,
-                                 lambda tell: run_server(address, config, tls, record, tell))
-    return run_server(address, config, tls, record, lambda line: print(line, flush=True))
+    run = partial(run_server, address, config, tls, record)
+    return run_in_background(address, run) if background else run(partial(print, flush=True))
 
 
 def import_websockets() -> None:
@@ -2728,7 +2577,7 @@ def fetch_libraries() -> None:
 
 
 def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | None,
-               record: Mapping[str, Any], tell: Callable[[str], None]) -> int:
+               record: Mapping[str, Any], tell: Tell) -> int:
     """Serve until a signal comes; once the service answers, `tell` gets what a person must know.
 
     `record` is kept in the lock file as long as the server runs.
@@ -2739,7 +2588,6 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         pid = lock.read().get("pid")
         raise SandboxError(f"a sandbox server runs at {where} already (process {pid})",
                            f"sandbox serve {where} --restart, or --stop")
-    app = App(address, config, tls is not None)
     named = leads_here(OWN_NAME, address[0])
     # One heap for all threads, and large buffers out of it: what is freed goes back to the system.
     call_libc("mallopt", -8, 1)  # M_ARENA_MAX
@@ -2747,7 +2595,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(0.0001)
     try:
-        server = Server(address, app, tls)
+        app = App(address, config, tls)
     except OSError as error:
         what = "port" if error.errno == errno.EADDRINUSE else "address"
         raise SandboxError(f"cannot listen on {where}: {error.strerror}",
@@ -2764,20 +2612,20 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     scheme = "https" if tls else "http"
-    tell(f"sandbox serves at {scheme}://{where}")
-    tell(f"user: {app.user}")
-    tell(f"password: {app.password} (of this run)" if app.generated else "password: as configured")
+    generated = app.password != config.get("serverPass")
+    lines = [f"sandbox serves at {scheme}://{where}", f"user: {config.get('serverUser')}",
+             f"password: {app.password} (of this run)" if generated else "password: as configured"]
     if named:
-        tell(f"better open: {scheme}://{OWN_NAME}:{address[1]}")
+        lines.append(f"better open: {scheme}://{OWN_NAME}:{address[1]}")
     if record["background"]:
-        tell(f"log: {web_path(address)}.log")
-        tell("")
+        lines.append(f"log: {web_path(address)}.log")
+    tell("\n".join(lines))
     with suppress(KeyboardInterrupt):
-        server.serve_forever(0.5)
+        app.serve_forever(0.5)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     app.stopping = True
-    server.server_close()
+    app.server_close()
     app.terminals.close_all()
     with suppress(OSError):
         lock.write({"pid": os.getpid(), "background": record["background"]})
@@ -2807,7 +2655,7 @@ def call_libc(name: str, *numbers: int) -> None:
         getattr(ctypes.CDLL(None), name)(*numbers)
 
 
-def run_in_background(address: tuple[str, int], run: Callable[[Callable[[str], None]], int]) -> int:
+def run_in_background(address: tuple[str, int], run: Callable[[Tell], int]) -> int:
     """Run in a process of its own session, and return when it serves or has failed."""
     read, write = os.pipe()
     sys.stdout.flush()
@@ -2820,19 +2668,17 @@ def run_in_background(address: tuple[str, int], run: Callable[[Callable[[str], N
     os.close(write)
     os.waitpid(child, 0)
     with os.fdopen(read, encoding="utf-8") as pipe:
-        lines = pipe.read().splitlines()
-    if lines and lines[0].startswith("{"):
-        error = sandbox.parse_json(lines[0])
-        raise SandboxError(error["message"], error["hint"], error["code"])
-    if not lines:
+        told = pipe.read()
+    if told.startswith("["):
+        raise SandboxError(*sandbox.parse_json(told))
+    if not told:
         raise SandboxError("the server ended before it could answer",
                            f"see {web_path(address)}.log")
-    print("\n".join(lines))
+    print(told)
     return 0
 
 
-def run_daemon(log_path: str, write: int,
-               run: Callable[[Callable[[str], None]], int]) -> NoReturn:
+def run_daemon(log_path: str, write: int, run: Callable[[Tell], int]) -> NoReturn:
     """Be the background process: output goes to the log, what a person must know to the pipe."""
     status = 1
     try:
@@ -2843,15 +2689,14 @@ def run_daemon(log_path: str, write: int,
         os.dup2(null, 0)
         os.close(null)
 
-        def tell(line: str) -> None:
-            os.write(write, f"{line}\n".encode()) if line else os.close(write)
+        def tell(text: str) -> None:
+            os.write(write, text.encode())
+            os.close(write)
 
         status = run(tell)
     except SandboxError as error:
         sandbox.report(error)
-        os.write(write,
-                 json.dumps({"message": error.message, "hint": error.hint,
-                             "code": error.code}).encode())
+        os.write(write, json.dumps([error.message, error.hint, error.code]).encode())
     except BaseException:
         traceback.print_exc()
     finally:

@@ -386,8 +386,17 @@ def type_prompt(screen: Terminal | Screen, agent: str, prompt: str) -> None:
     send = screen.send if isinstance(screen, Terminal) else screen.type
     screen.expect(SCREENS[agent][0], timeout=START_SECONDS)
     screen.quiet()
-    send(prompt)
-    screen.expect(prompt, timeout=START_SECONDS)
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        send(prompt)
+        try:
+            screen.expect(prompt, timeout=15)
+            break
+        except (TimeoutError, pytest.fail.Exception):  # keys were lost, or drawn in pieces
+            if time.monotonic() > deadline:
+                raise
+            send("\x15")  # Ctrl-U takes back what it has got
+            screen.quiet()
     screen.quiet()  # an Enter that follows at once is one of a pasted text
     send("\r")
 

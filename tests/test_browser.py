@@ -1087,6 +1087,7 @@ def test_hosts_that_the_log_has_lost_are_shown(outside: str, page: Page, service
     page.see("other.example:80", ".decision:last-child")
     page.see("once", ".decision:last-child")
     page.click(".decision:first-child button")
+    page.see(OUTSIDE, ".rules .allow")
     assert reaches(service, name)
     page.see("3 times, refused 2", ".decision:first-child")
 

@@ -134,7 +134,7 @@ def test_comments_and_blank_lines_give_nothing_and_the_last_line_wins() -> None:
     ],
 )
 def test_a_wrong_line_is_refused_with_its_file_and_number(line: str) -> None:
-    with pytest.raises(sandbox.EnvFileError, match=r"^/x\.env:3: ") as error:
+    with pytest.raises(sandbox.SandboxError, match=r"^/x\.env:3: ") as error:
         sandbox.parse_env_file(f"# comment\nB=1\n{line}\nC=1", "/x.env")
     assert error.value.code == 1 and error.value.hint
 
@@ -143,7 +143,7 @@ def test_an_error_repeats_nothing_that_may_be_a_secret() -> None:
     # A key of several lines that was pasted without quotes makes the first two.
     for line in ("c2VjcmV0", "+c2VjcmV0==", "export T c2VjcmV0", "T='c2VjcmV0",
                  "T=c2VjcmV0;", 'T="c2VjcmV0"x'):
-        with pytest.raises(sandbox.EnvFileError) as error:
+        with pytest.raises(sandbox.SandboxError) as error:
             sandbox.parse_env_file(line, "x.env")
         assert "c2VjcmV0" not in error.value.message
 
@@ -177,7 +177,7 @@ def test_any_line_parses_or_is_refused_and_a_shell_agrees_with_what_is_accepted(
         line = f"{before}N{n}={value}{after}"
         try:
             found = parse(line)
-        except sandbox.EnvFileError:
+        except sandbox.SandboxError:
             refused += 1
             continue
         accepted.update(found)
@@ -194,7 +194,7 @@ def test_garbage_never_ends_in_anything_but_a_refusal() -> None:
                                       k=chance.randrange(30)))
         try:
             found = parse(text)
-        except sandbox.EnvFileError:
+        except sandbox.SandboxError:
             continue
         assert all(name.isidentifier() and "\0" not in value for name, value in found.items())
 

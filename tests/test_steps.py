@@ -127,3 +127,33 @@ def test_what_is_interrupted_ends_and_says_so(tmp_path: Path, number: int, statu
         _, err = process.communicate(timeout=30)
     assert process.returncode == status and "was interrupted" in err
     assert not (tmp_path / "half").exists() and logs(tmp_path) == []
+
+
+# A signal arrives when the process has been started and its pid is known to nobody.
+SIGNALLED = """\
+import os, signal
+spawn = os.posix_spawnp
+def spawn_and_signal(*args, **options):
+    pid = spawn(*args, **options)
+    os.write(1, b"%d" % pid)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+os.posix_spawnp = spawn_and_signal
+"""
+
+
+@pytest.mark.parametrize("verbose", ["", "1"])
+def test_what_is_interrupted_while_it_is_started_ends(tmp_path: Path, verbose: str) -> None:
+    command = [sys.executable, "-c", SIGNALLED + CODE, str(ROOT), "exec sleep 600 >&- 2>&-"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60,
+                            **where(tmp_path, SANDBOX_VERBOSE=verbose))
+    assert answer.returncode == 143 and logs(tmp_path) == []
+    left = Path("/proc", answer.stdout).exists()
+    if left:
+        os.kill(int(answer.stdout), signal.SIGKILL)
+    assert not left
+
+
+def test_what_is_started_is_open_to_every_signal(tmp_path: Path) -> None:
+    answer = run(tmp_path, "exec grep SigBlk /proc/self/status", SANDBOX_VERBOSE="1")
+    assert re.search(r"SigBlk:\s0{16}\n", answer.stderr), answer.stderr
