@@ -12,12 +12,14 @@ Exit codes: 0; 1 our own failure or a wrong configuration; 2 usage; 130 Ctrl-C. 
 status of what it ran on, uses 125 for a failure before that, and 128+n for a signal n.
 
 Import budget: at import only os, sys and time, which the interpreter has loaded, contextlib, and
-functools, which contextlib imports; argparse, json, select and signal where a command needs them;
-never subprocess, shutil, dataclasses or typing. `sandbox ps` is measured against it.
+functools, which contextlib imports, and errno, a part of the interpreter; argparse, json, select
+and signal where a command needs them; never subprocess, shutil, dataclasses or typing. `sandbox ps`
+is measured against it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -47,47 +49,6 @@ MASK = "<masked>"
 
 # What apt and sudo need inside the container; everything else is dropped.
 CAPABILITIES = ("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
-
-# Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. The
-# environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
-# The first command after a start of the container starts the autostart script: a client that is
-# killed loses nothing. Which command is the first one is decided by who makes a directory that is
-# named after the time at which the container started. Two setsid detach the script: the second one
-# leads a process group and therefore forks. `&` would make the script ignore SIGINT.
-# SANDBOX_AUTOSTART is `job` where the command itself is the autostart script. At the end a note is
-# written that the command begins, for has_begun(). On a full disk the notes are emptied: then
-# nobody can claim that a command has not begun.
-EXEC_SCRIPT = """\
-n=0
-until [ -e /run/sandbox-ready ]; do
-  n=$((n+1))
-  [ $n -le 400 ] || { echo 'sandbox: the container did not become ready' >&2; exit 125; }
-  sleep 0.05
-done
-[ "$1" = 0 ] || stty rows "$1" cols "$2" 2>/dev/null
-shift 2
-read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ SANDBOX_START _ </proc/1/stat
-SANDBOX_START=/dev/shm/sandbox-start-$SANDBOX_START SANDBOX_SETSID=
-[ -d "$SANDBOX_START" ] || ! mkdir "$SANDBOX_START" 2>/dev/null ||
-  SANDBOX_SETSID=$(command -v setsid || echo setsid)
-eval "$SANDBOX_ENV"
-SANDBOX_SCRIPT=$SANDBOX_AUTOSTART
-unset SANDBOX_ENV SANDBOX_AUTOSTART
-[ -z "$SANDBOX_PROXY" ] || {
-  export HTTP_PROXY="$SANDBOX_PROXY" HTTPS_PROXY="$SANDBOX_PROXY"
-  export NO_PROXY=localhost,127.0.0.1,::1 NODE_USE_ENV_PROXY=1
-  export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
-  export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
-}
-if [ "$SANDBOX_SCRIPT" = job ]; then
-  [ "$SANDBOX_SETSID" ] ||
-    { echo 'another command has started it: see /tmp/autostart.log'; exit 0; }
-elif [ "$SANDBOX_SETSID" ] && [ "$SANDBOX_SCRIPT" ]; then
-  SANDBOX_EXEC=autostart "$SANDBOX_SETSID" "$SANDBOX_SETSID" sh -c "$SANDBOX_SCRIPT" \
-    </dev/null >/tmp/autostart.log 2>&1
-fi
-{ echo "$SANDBOX_EXEC" >>/run/sandbox-began || true >/run/sandbox-began; } 2>/dev/null
-exec "$@\""""
 
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
 
@@ -293,6 +254,13 @@ def read_json(path: str, number: Callable[[str], float] = finite) -> Any:
     if len(text) > JSON_FILE_BYTES:
         raise ValueError(f"it is larger than {JSON_FILE_BYTES} bytes")
     return parse_json(text, number)
+
+
+def to_json(value: object, **form: Any) -> str:
+    """json.dumps() with these options."""
+    import json
+
+    return json.dumps(value, **form)
 
 
 # --- Env files ---
@@ -2012,26 +1980,22 @@ def read_settings(name: str) -> dict[str, Any]:
     path = settings_path(name)
     try:
         data = read_json(path)
+        if not isinstance(data, dict):
+            raise ValueError("the file is not a JSON object")
+        return data
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise SandboxError(f"{path}: {error}", "correct the file or remove it") from None
-    if not isinstance(data, dict):
-        raise SandboxError(f"{path}: the file is not a JSON object",
-                           "correct the file or remove it")
-    return data
 
 
 def write_settings(name: str, settings: Mapping[str, Any]) -> None:
-    import json
-
-    write_private(settings_path(name), json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    write_private(settings_path(name), to_json(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextmanager
 def lock_settings(name: str) -> Iterator[None]:
-    """Keep others from changing the settings of a session, and from putting its rules in force,
-    meanwhile."""
+    """Keep others from changing a session's settings, and from putting its rules in force."""
     import fcntl
 
     path = f"{settings_path(name)}.lock"
@@ -2045,25 +2009,20 @@ def lock_settings(name: str) -> Iterator[None]:
         yield
 
 
-def settings_layer(name: str, settings: Mapping[str, Any]) -> Layer:
-    """The settings of a session as the layer below the flags; agentPromptCommand may be '' there,
-    so it is left out."""
-    return Layer({key: value for key, value in settings.items() if key != "agentPromptCommand"},
-                 "settings", f"{settings_path(name)}: ")
-
-
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
-                   flags: Layer | None = None,
-                   profile: str | None = None, data: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session: the configuration, what its creation said, its settings, and
-    flags given now."""
+                   flags: Layer | None = None, profile: str | None = None,
+                   data: Mapping[str, Any] | None = None) -> Config:
+    """What is in force for a session: configuration, creation, settings, and flags given now."""
     data = read_config() if data is None else data
     settings = read_settings(session.name) if settings is None else settings
     if profile is None and session.profile in data.get("runs", {}):
         profile = session.profile
     _, kept = session.created()
     created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
-    return load_config(flags, profile, [created, settings_layer(session.name, settings)], data)
+    # Without agentPromptCommand: it may be '' there.
+    settings = {name: settings[name] for name in settings if name != "agentPromptCommand"}
+    made = Layer(settings, "settings", f"{settings_path(session.name)}: ")
+    return load_config(flags, profile, [created, made], data)
 
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
@@ -2103,14 +2062,12 @@ def memory_path(engine: Engine, name: str) -> str:
 
 def remember(engine: Engine, session: Session) -> None:
     """Note id and labels of a session; that the note cannot be written does not matter."""
-    import json
-
     known = recall([engine], session.name)
     if known and known[1].id == session.id:
         return
     with suppress(FileError):
         write_private(memory_path(engine, session.name),
-                      json.dumps({"id": session.id, "labels": session.labels}))
+                      to_json({"id": session.id, "labels": session.labels}))
 
 
 def look_next_time(engine: Engine, session: Session) -> None:
@@ -2154,9 +2111,10 @@ def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     for key, value in want.items():
         old = have.get(key)
         if isinstance(value, list):
-            lines += [f"{key}: it lacks {item}" for item in value if item not in (old or [])]
-            lines += [f"{key}: it has {item}, which is no longer asked for" for item in old or []
-                      if item not in value]
+            old = old or []
+            lines += [f"{key}: it lacks {item}" for item in value if item not in old]
+            lines += [f"{key}: it has {item}, which is no longer asked for"
+                      for item in old if item not in value]
         elif value != old and not (isinstance(old, dict) and isinstance(value, dict)):
             lines.append(f"{key}: it has {shown(old)}, asked for is {shown(value)}")
     return lines
@@ -2175,8 +2133,6 @@ def agent_of(command: str | Sequence[str]) -> str:
 
 def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) -> dict[str, str]:
     """The labels that make a container a session; nothing secret is in them."""
-    import json
-
     agent = config.get("yolo") or (agent_of(config.get("command")) if config.get("command") else "")
     # not the directory: where a later run comes from does not change it
     kept = {name: value for name, value in flags.values.items()
@@ -2188,13 +2144,25 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
-        "sandbox.created": json.dumps({"spec": spec, "flags": kept}, separators=(",", ":")),
-    }
+        "sandbox.created": to_json({"spec": spec, "flags": kept}, separators=(",", ":"))}
 
 
 def limits() -> list[Key]:
     """The keys that engines have an option of their own for."""
     return [key for key in KEYS.values() if key.limit]
+
+
+def asset(path: str) -> bytes:
+    """A file of static/ in a checkout, wheel or zipapp. Raises SandboxError."""
+    parts = path.split("/")
+    if not all(part not in ("", ".", "..") and is_plain(part, "_.-") for part in parts):
+        raise SandboxError(f"{path!r} is not the path of an asset")
+    here = os.path.dirname(os.path.abspath(__file__))
+    for folder in ("sandbox_static", "static"):
+        with suppress(OSError):
+            return bytes(globals()["__loader__"].get_data(os.path.join(here, folder, *parts)))
+    raise SandboxError(f"the file static/{path} is missing from this installation",
+                       "install it again")
 
 
 def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
@@ -2223,11 +2191,8 @@ def mount_targets(spec: Mapping[str, Any]) -> list[str]:
 
 
 def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
-    """The arguments of mounts_are() in static/session/mounts.sh; [] where this system has no mount
-    table.
-
-    The boot id of this machine, then for each mount its device and path there, and its place in the
-    container.
+    """The arguments of mounts_are() in static/session/mounts.sh: the boot id of this machine, then
+    for each mount its device and path, and its place in the container; [] without a mount table.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -2240,10 +2205,8 @@ def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
 
 
 def place_of(source: str) -> str:
-    """Device and path on it of a resolved path, as the mount table shows a bind mount of it
-    (proc(5), mountinfo).
-
-    "gone" for what is not there, or has become a link: no mount is that.
+    """Device and path on it of a resolved path, as the mount table (proc(5), mountinfo) shows a
+    bind mount of it; "gone", which no mount is, for what is not there or has become a link.
     """
     try:
         fd = os.open(source, os.O_PATH | os.O_CLOEXEC)
@@ -2274,29 +2237,28 @@ def engine_sockets() -> list[str]:
     """Paths at which an engine may listen: who reaches one of them owns the host."""
     run_user = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     home = os.path.expanduser("~")
-    known = [path.format(run=run_user, home=home)
-             for engine in ENGINES.values() for path in engine.sockets]
-    for variable in (engine.address_variable for engine in ENGINES.values()):
-        if os.environ.get(variable, "").startswith("unix://"):
-            known.append(os.environ[variable].removeprefix("unix://"))
-    known += OTHER_SOCKETS
+    known = [*OTHER_SOCKETS]
+    for engine in ENGINES.values():
+        known += [path.format(run=run_user, home=home) for path in engine.sockets]
+        address = os.environ.get(engine.address_variable, "")
+        if address.startswith("unix://"):
+            known.append(address.removeprefix("unix://"))
     return [os.path.realpath(path) for path in known]
 
 
 def check_mounts(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when a mount would hand out an engine's socket, or two go to one place."""
     paths = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
-    sockets = engine_sockets()
+    sockets = [socket for socket in engine_sockets() if os.path.exists(socket)]
     names = {os.path.basename(path) for engine in ENGINES.values() for path in engine.sockets}
     names.update(map(os.path.basename, OTHER_SOCKETS))
     for source, real in zip(paths, spec["sources"], strict=True):
-        for socket in sockets:
-            inside = os.path.commonpath([real, socket]) == real and os.path.exists(socket)
-            if inside or os.path.basename(real) in names:
-                raise SandboxError(
-                    f"{source} holds an engine's socket: whoever reaches it owns the host",
-                                   "mount something narrower, or say --allow-engine-socket", 125)
-        if real in ("/proc", "/sys", "/dev") or real.startswith(("/proc/", "/sys/", "/dev/")):
+        inside = any(within(socket, real) is not None for socket in sockets)
+        if inside or os.path.basename(real) in names:
+            message = f"{source} holds an engine's socket: whoever reaches it owns the host"
+            hint = "mount something narrower, or say --allow-engine-socket"
+            raise SandboxError(message, hint, 125)
+        if f"{real}/".startswith(("/proc/", "/sys/", "/dev/")):
             raise SandboxError(f"{source} is a window of the host's kernel", "mount something else",
                                125)
     targets = mount_targets(spec)
@@ -2323,17 +2285,15 @@ def check_spec(spec: Mapping[str, Any]) -> None:
                                "choose another path (--cp, -v)", 125)
     for source in spec["sources"]:
         if not is_exact(source):
-            raise SandboxError(
-                f"a mounted path leads to {source!r}, whose name engines read in another way",
-                               "rename it: no control characters, nothing but UTF-8", 125)
+            message = f"a mounted path leads to {source!r}, whose name engines read in another way"
+            raise SandboxError(message, "rename it: no control characters, nothing but UTF-8", 125)
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
                    spec: Mapping[str, Any]) -> tuple[Engine, Session]:
-    """Create and start a session and its proxy; what a failed attempt left is removed. Raises
-    SandboxError.
+    """Create and start a session and its proxy; what a failed attempt left is removed.
 
-    `spec` is spec_of(config) as it was checked.
+    `spec` is spec_of(config) as it was checked. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
@@ -2393,30 +2353,29 @@ def remove_leftover(engine: Engine, session: Session) -> None:
     remove_proxy(engine, session)
 
 
-def start_session(engine: Engine, session: Session) -> Session:
-    """The session, running."""
-    if session.state != "running":
-        if session.state == "paused":
-            hint = "run: " + quote_all(engine.argv("unpause", session.name))
-            raise SandboxError(f"the container {session.name} is paused", hint, 125)
-        have, _ = session.created()
-        if any(resolved(path) != path for path in have.get("sources", ())):
-            raise mount_turned(session)
-        # Restart the proxy: what ran in the session before may have left it stuck. Give it its
-        # rules before any command runs.
-        if session.proxy:
-            Output(engine.argv("restart", session.proxy), LONG_SECONDS).result()
-            set_rules(engine, session, network_of(session, session_config(session)))
-        engine.ask(engine.argv("start", session.name), LONG_SECONDS)
-        session.state = "running"
-        if have.get("sources"):
-            check_mounted(engine, session, have)
-    return session
+def start_session(engine: Engine, session: Session) -> None:
+    """Start a session that does not run. Raises SandboxError."""
+    if session.state == "running":
+        return
+    if session.state == "paused":
+        hint = "run: " + quote_all(engine.argv("unpause", session.name))
+        raise SandboxError(f"the container {session.name} is paused", hint, 125)
+    have, _ = session.created()
+    if any(resolved(path) != path for path in have.get("sources", ())):
+        raise mount_turned(session)
+    # Restart the proxy: what ran in the session before may have left it stuck. Give it its rules
+    # before any command runs.
+    if session.proxy:
+        Output(engine.argv("restart", session.proxy), LONG_SECONDS).result()
+        set_rules(engine, session, network_of(session, session_config(session)))
+    engine.ask(engine.argv("start", session.name), LONG_SECONDS)
+    session.state = "running"
+    check_mounted(engine, session, have)
 
 
 def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
     """Stop a session that was just started on other mounts than meant. Raises SandboxError."""
-    meant = mounts_meant(have)
+    meant = mounts_meant(have) if have.get("sources") else []
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
@@ -2438,14 +2397,13 @@ def mount_turned(session: Session) -> SandboxError:
                         f"look at its mounted paths, then: sandbox rm {session.name}", 125)
 
 
-def stop_session(engine: Engine, session: Session) -> Session:
-    """The session, with nothing running in it."""
+def stop_session(engine: Engine, session: Session) -> None:
+    """Stop a session that runs. Raises SandboxError."""
     if session.state == "running":
         engine.ask(engine.argv("stop", session.name), LONG_SECONDS)
         session.state = "exited"
         if session.proxy:
             Output(engine.argv("stop", session.proxy), LONG_SECONDS).result()
-    return session
 
 
 def missing_image(engine: Engine, config: Config) -> EngineProblem:
@@ -2462,8 +2420,8 @@ def check_agent(engine: Engine, config: Config) -> None:
     has = Image(engine, config.image).agents if agent else ()
     if has and agent not in has:
         wanted = [*has, agent]
-        build = missing_image(engine, config).remedy.commands[0]
-        command = [*build, "--iba", f"AGENTS={','.join(wanted)}"]
+        command = [*missing_image(engine, config).remedy.commands[0],
+                   "--iba", f"AGENTS={','.join(wanted)}"]
         raise EngineProblem("agent", f"{config.image} was built without {agent}",
                             Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
@@ -2486,34 +2444,33 @@ KEPT_DIRECTORY = "/var/lib/sandbox-net"  # a volume of the proxy's own, unseen b
 
 def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> list[str]:
     """The engine call that starts the proxy of a session, on the engine's default network."""
-    import json
-
     return engine.create_argv(
         session.proxy, spec["image"], [*PROXY_PROGRAM, "serve"],
         labels={"sandbox.session": session.labels["sandbox.session"],
                 "sandbox.proxy": session.name},
         workdir="/", service=True, limits={"pids-limit": 1024, "memory": PROXY_MEMORY},
         volumes=[f"{session.volume}:{NET_DIRECTORY}", KEPT_DIRECTORY],
-        env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={json.dumps(spec['network'])}"],
+        env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={to_json(spec['network'])}"],
         log_size="10m")
 
 
 def set_argv(engine: Engine, session: Session, network: Any) -> list[str]:
     """The engine call that gives the proxy its rules."""
-    import json
-
     return engine.exec_argv(session.proxy, [*PROXY_PROGRAM, "set"],
-                            env=[f"SANDBOX_RULES={json.dumps(network)}"])
+                            env=[f"SANDBOX_RULES={to_json(network)}"])
 
 
-def set_rules(engine: Engine, session: Session, network: Any) -> None:
-    """Put the rules in force; a proxy that is down is started. Raises SandboxError."""
+def set_rules(engine: Engine, session: Session, network: Any, start: bool = True) -> bool:
+    """Put the rules in force. Where the proxy is down it is started, or this is False."""
     argv = set_argv(engine, session, network)
-    if Output(argv).result()[0]:
+    if not Output(argv).result()[0]:
+        return True
+    if start:
         start_proxy(engine, session)
         engine.ask(argv)
         if session.state == "running":  # the session's gate takes a moment to find a new proxy
             Output(engine.exec_argv(session.name, ["sh", "-c", LISTENING])).result()
+    return start
 
 
 def decision_of(line: str | bytes) -> Any:
@@ -2529,34 +2486,26 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
 
     The log has room for the last ones only, and what runs in the session can fill it.
     """
-    import io
-    import tarfile
-
     argv = engine.copy_argv(session.proxy, f"{KEPT_DIRECTORY}/decisions")
-    status, out, _ = Output(argv).result()
-    if status:
-        return []  # nothing was decided yet, or an old proxy that keeps no such file
-    with tarfile.open(fileobj=io.BytesIO(out.encode())) as archive:
-        files = [archive.extractfile(member) for member in archive]
-        lines = [line for file in files if file for line in file.read().splitlines()]
-    return sorted(filter(None, map(decision_of, lines)), key=lambda entry: str(entry["first"]))
+    # No output where nothing was decided yet, or an old proxy kept nothing. Else a tar archive: its
+    # header is no decision, and NULs are before and behind the file.
+    _, out, _ = Output(argv).result()
+    entries = filter(None, map(decision_of, out.replace("\0", "\n").split("\n")))
+    return sorted(entries, key=lambda entry: str(entry["first"]))
 
 
 def show_log(engine: Engine, session: Session, follow: bool) -> int:
     """Print the decisions that are in the log, and before them the hosts that came before these."""
-    import json
-
     _, out, _ = Output(engine.logs_argv(session.proxy)).result()
     oldest = next(filter(None, map(decision_of, out.splitlines())), {"time": "9999"})["time"]
     for entry in kept_decisions(engine, session):
         if entry["first"] < oldest:
-            print(json.dumps(entry), flush=True)
+            print(to_json(entry), flush=True)
     return call(engine.logs_argv(session.proxy, follow=follow), output=1)
 
 
 def refusals(engine: Engine, session: Session, since: float) -> list[str]:
-    """A line for each of the hosts that were refused to a session since a time, the first five;
-    programs hide them."""
+    """A line for each of the first five hosts refused since a time: programs hide them."""
     if not session.proxy:
         return []
     out = ""
@@ -2668,8 +2617,7 @@ class RunRequest:
 
 
 def check_isolation(session: Session, have: Any, want: Any) -> None:
-    """Raise SandboxError when a session's network is open and it is not to be: a line that is said
-    may not be read."""
+    """Raise SandboxError when a session's network is open and is not to be: a line goes unread."""
     if have in ("open", "host") and want not in ("open", "host"):
         raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
                            f"sandbox rm {session.name}, then run this again; "
@@ -2677,11 +2625,9 @@ def check_isolation(session: Session, have: Any, want: Any) -> None:
 
 
 def check_gone(session: Session) -> None:
-    """Raise SandboxError when a session that was removed by other hands had no open network: its
-    flags went with it."""
-    network = session.labels.get("sandbox.network")
-    if network in ("allow", "none"):
-        had = "an allowlist" if network == "allow" else "none"
+    """Raise SandboxError where other hands removed a session without open network and its flags."""
+    had = {"allow": "an allowlist", "none": "none"}.get(session.labels.get("sandbox.network", ""))
+    if had:
         raise SandboxError(f"the container {session.name} is gone, and its network was {had}",
                            "say what it is to be now: --allow HOST, --net none or --net open", 125)
 
@@ -2718,8 +2664,8 @@ def terminal_env() -> dict[str, str]:
     term = os.environ.get("TERM", "")
     families = ("xterm", "screen", "tmux", "linux", "vt", "dumb")
     known = term.startswith(families) and not term.startswith("xterm-")
-    env = {"TERM": term if known or term == "xterm-256color" else "xterm-256color"}
-    return env | {name: os.environ[name] for name in ("COLORTERM",) if os.environ.get(name)}
+    color = os.environ.get("COLORTERM")
+    return {"TERM": term if known else "xterm-256color"} | ({"COLORTERM": color} if color else {})
 
 
 def env_script(env: Mapping[str, str]) -> str:
@@ -2727,9 +2673,8 @@ def env_script(env: Mapping[str, str]) -> str:
     script = "\n".join("export " + name + "='" + value.replace("'", "'\\''") + "'"
                        for name, value in env.items())
     if len(os.fsencode(script)) > ENVIRONMENT_BYTES:
-        raise SandboxError(
-            f"the environment has {len(script)} bytes, more than {ENVIRONMENT_BYTES}",
-                           "mount large values as files", 125)
+        message = f"the environment has {len(script)} bytes, more than {ENVIRONMENT_BYTES}"
+        raise SandboxError(message, "mount large values as files", 125)
     return script
 
 
@@ -2738,6 +2683,10 @@ def compose(command: str | Sequence[str], args: Sequence[str]) -> list[str]:
     if isinstance(command, str):
         return ["sh", "-c", f'{command} "$@"', "sh", *args] if args else ["sh", "-c", command]
     return [*command, *args]
+
+
+# Read at import: a service finds another version of the file, or none, after an upgrade.
+EXEC_SCRIPT = asset("session/exec.sh").decode()
 
 
 def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command: Sequence[str], *,
@@ -2768,8 +2717,8 @@ def on_terminal() -> bool:
     return os.isatty(0) and os.isatty(1)  # sys.stdin is None when it was closed
 
 
-def terminal_size() -> tuple[int, int]:
-    size = os.get_terminal_size(sys.stdout.fileno())
+def terminal_size(fd: int) -> tuple[int, int]:
+    size = os.get_terminal_size(fd)
     return (size.lines, size.columns) if size.lines and size.columns else (24, 80)
 
 
@@ -2785,7 +2734,7 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     terminal = on_terminal()
     argv = exec_argv(engine, session, request.workdir(), tag, command,
                      stdin=terminal or not os.isatty(0),
-                     size=terminal_size() if terminal else None)
+                     size=terminal_size(1) if terminal else None)
     script = env_script((terminal_env() if terminal else {}) | request.env)
 
     def pass_on(number: int, _frame: object) -> None:
@@ -2799,6 +2748,10 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGWINCH)
 
+    if terminal:
+        import termios
+
+        mode = termios.tcgetattr(0)
     pid = 0
     handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
@@ -2807,55 +2760,24 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
         handlers.update(dict.fromkeys((signal.SIGWINCH, signal.SIGALRM), resize_again))
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        with keep_terminal(terminal):
-            pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
-            return wait_for(pid)
+        pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
+        return wait_for(pid)
     finally:
+        if terminal:  # an engine's client that is killed leaves it raw, and it may be gone
+            with suppress(termios.error):
+                termios.tcsetattr(0, termios.TCSADRAIN, mode)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-@contextmanager
-def keep_terminal(terminal: bool) -> Iterator[None]:
-    """Put the terminal back as it was: an engine's client that is killed leaves it raw."""
-    if not terminal:
-        yield
-        return
-    import termios
-
-    mode = termios.tcgetattr(0)
-    try:
-        yield
-    finally:
-        with suppress(termios.error):  # the terminal may be gone
-            termios.tcsetattr(0, termios.TCSADRAIN, mode)
-
-
 # --- Image ---
-
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
 LOCAL_BASE = f"localhost/sandbox-base:{BASE_SUITE}"
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt",
               "/etc/ssl/cert.pem")
-
-
-def asset(path: str) -> bytes:
-    """A file of static/ in a checkout, wheel or zipapp. Raises SandboxError."""
-    parts = path.split("/")
-    if not all(part not in ("", ".", "..") and is_plain(part, "_.-") for part in parts):
-        raise SandboxError(f"{path!r} is not the path of an asset")
-    here = os.path.dirname(os.path.abspath(__file__))
-    for folder in ("sandbox_static", "static"):
-        try:
-            return bytes(globals()["__loader__"].get_data(os.path.join(here, folder,
-                                                                       *path.split("/"))))
-        except OSError:
-            continue
-    raise SandboxError(f"the file static/{path} is missing from this installation",
-                       "install it again")
 
 
 def split_build_version(version: str, tool: str) -> tuple[str, str]:
@@ -2887,12 +2809,12 @@ def check_build_args(args: Mapping[str, str]) -> None:
                                f"the build arguments are {', '.join(known)}", 2)
     for tool in args.get("TOOL", "common").split(","):
         if tool not in tools:
-            hint = f"TOOL is of {', '.join(tools)}"
-            raise SandboxError(f"the image has no tool {tool!r}{nearest(tool, tools)}", hint, 2)
+            raise SandboxError(f"the image has no tool {tool!r}{nearest(tool, tools)}",
+                               f"TOOL is of {', '.join(tools)}", 2)
     for agent in args["AGENTS"].split(",") if "AGENTS" in args else ():
         if agent not in AGENTS:
-            hint = f"AGENTS is of {', '.join(AGENTS)}"
-            raise SandboxError(f"there is no agent {agent!r}{nearest(agent, AGENTS)}", hint, 2)
+            raise SandboxError(f"there is no agent {agent!r}{nearest(agent, AGENTS)}",
+                               f"AGENTS is of {', '.join(AGENTS)}", 2)
 
 
 UNMADE = ": no image was made, and nothing half-made is left"
@@ -2916,13 +2838,16 @@ def build_image(engine: Engine, config: Config, update_agents: bool = False,
     tag = f"{config.get('imageName')}:{version}"
     before = Image(engine, tag)
     args.setdefault("AGENTS", ",".join((before.agents if update_agents else ()) or AGENTS))
-    args["AGENTS_UPDATED"] = agents_stamp(before, update_agents)
+    # What the agents' layer is cached by: that of the image before, today's, or one of its own.
+    stamp = "" if update_agents else before.stamp
+    args["AGENTS_UPDATED"] = stamp or str(int(time.time()) // (1 if update_agents else 86400))
     steps = 1
     if not given.get("BASE"):
         args["BASE"], steps = ensure_base_image(engine, given.get("APT_MIRROR", ""))
     call_build(engine, tag, args, Step(f"build {tag}", steps, steps, UNMADE))
-    if before.id:
-        before.remove_untagged()
+    old = Image(engine, before.id) if before.id else before
+    if old.id and not old.names:  # the new one has taken its only name; it may be in use
+        Output(engine.argv("remove-image", old.id)).result()
     say(f"built {tag}; sessions that exist keep the image they were created from")
 
 
@@ -2930,10 +2855,10 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
     """Build from the files of static/image/. Raises SandboxError."""
     import tempfile
 
-    given = [f"{name}={value}" for name, value in args.items()]
-    given += [name for name in PROXY_VARIABLES if os.environ.get(name)]
+    proxies = {name: os.environ[name] for name in PROXY_VARIABLES if os.environ.get(name)}
+    given = [*(f"{name}={value}" for name, value in args.items()), *proxies]
     labels = {"sandbox.agents": args["AGENTS_UPDATED"], "sandbox.programs": args["AGENTS"]}
-    host_network = any(f"//{host}" in os.environ.get(n, "") for n in PROXY_VARIABLES
+    host_network = any(f"//{host}" in proxy for proxy in proxies.values()
                        for host in ("127.", "localhost", "[::1]"))
     with tempfile.TemporaryDirectory(prefix="sandbox-build-") as context:
         copied = [name for words in containerfile("COPY") for name in words[:-1]]
@@ -2971,7 +2896,6 @@ class Image:
     """An image as the engine has it: its id, '' for none, and what its labels say of agents."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self.engine = engine
         status, out, _ = Output(engine.image_argv(name)).result()
         self.id, self.names, labels = ("", [], {}) if status else engine.read_image(out)
         stamp, agents = labels.get("sandbox.agents", ""), labels.get("sandbox.programs", "")
@@ -2979,27 +2903,10 @@ class Image:
         # An image without that label says nothing about its agents: then this is ().
         self.agents = tuple(agent for agent in AGENTS if agent in agents.split(","))
 
-    def remove_untagged(self) -> None:
-        """Remove an image whose name a new one has taken, unless it has another or is in use."""
-        now = Image(self.engine, self.id)
-        if now.id and not now.names:
-            Output(self.engine.argv("remove-image", self.id)).result()
-
-
-def agents_stamp(image: Image, update: bool) -> str:
-    """What the agents' layer is cached by: the existing image's, or a new one."""
-    import time
-
-    if image.stamp and not update:
-        return image.stamp
-    return str(int(time.time()) // (1 if update else 86400))
-
 
 def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
-    """The distribution's base image: at hand, from a registry, or made from the distribution's
-    mirror.
-
-    With it the number of steps that the build has: 2 where the base was fetched or made first.
+    """The distribution's base image, at hand, from a registry or made from a mirror, and the number
+    of steps that the build has with it: 2 where the base was fetched or made first.
     """
     for name in (BASE_IMAGE, LOCAL_BASE):
         if Image(engine, name).id:
@@ -3007,13 +2914,13 @@ def ensure_base_image(engine: Engine, mirror: str) -> tuple[str, int]:
     fetch = Step(f"fetch {BASE_IMAGE}", 1, 2)
     try:
         fetch.run(engine.argv("pull", BASE_IMAGE))
+        return BASE_IMAGE, 2
     except SandboxError:
         fetch.forget_log()
         last = fetch.tail[-1] if fetch.tail else "it says nothing"
         say(f"no registry gives {BASE_IMAGE} ({last})")
-        make_base(engine, mirror)
-        return LOCAL_BASE, 2
-    return BASE_IMAGE, 2
+    make_base(engine, mirror)
+    return LOCAL_BASE, 2
 
 
 def make_base(engine: Engine, mirror: str) -> None:
@@ -3025,9 +2932,8 @@ def make_base(engine: Engine, mirror: str) -> None:
         packages = ("mmdebstrap", "debian-archive-keyring")
         commands = install_commands(*packages) if which("apt-get") else []
         note = f"give a base image with --iba BASE=<image>, or load {BASE_IMAGE}"
-        note = "" if commands else note
         message = "no registry of base images answers, and mmdebstrap is not installed"
-        raise EngineProblem("debootstrap", message, Remedy(commands, note=note))
+        raise EngineProblem("debootstrap", message, Remedy(commands, note="" if commands else note))
     if os.getuid() and not program("sudo"):
         hint = f"ask an administrator to load {BASE_IMAGE}, or give another with --iba BASE=<image>"
         raise SandboxError("no registry of base images answers, and to make one takes root", hint,
@@ -3040,35 +2946,33 @@ def make_base(engine: Engine, mirror: str) -> None:
 
 
 # --- Commands ---
+# What a command does is said in COMMANDS.
 
 
-def open_session(request: RunRequest) -> tuple[Engine, Session, bool]:
-    """The running session of a request, and whether it was created now."""
-    if request.session:
-        # In the state "created" another run is starting it, so it is not fresh for us.
-        engine, fresh = request.engines[0], request.session.state == "exited"
-        session = start_session(engine, request.session)
-        put_rules(engine, session, request, True)
-    else:
+def open_session(request: RunRequest) -> tuple[Engine, Session]:
+    """The running session of a request."""
+    if not request.session:
         engine, session = create_session(request.engines, request.name, request.config,
                                          request.flags, request.spec)
         forget_files(session.name)  # an earlier session's
-        fresh = True
-    request.fresh = fresh
-    return engine, session, not request.session
+        request.fresh = True
+        return engine, session
+    engine, session = request.engines[0], request.session
+    # In the state "created" another run is starting it, so it is not fresh for us.
+    request.fresh = session.state == "exited"
+    start_session(engine, session)
+    put_rules(engine, session, request, True)
+    return engine, session
 
 
 def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force; those that --allow has added stay. False where its
-    proxy is down."""
+    """Put an existing session's rules in force, those of --allow for good: see set_rules()."""
     if not session.proxy:
         return True
     with lock_settings(session.name):  # and read again: somebody may have changed them
-        network = network_of(session,
-                             session_config(session, None, request.flags, request.args.profile))
-        if start:
-            set_rules(engine, session, network)
-        elif Output(set_argv(engine, session, network)).result()[0]:
+        config = session_config(session, None, request.flags, request.args.profile)
+        network = network_of(session, config)
+        if not set_rules(engine, session, network, start):
             return False
         if isinstance(request.flags.values.get("network"), dict):
             write_settings(session.name, read_settings(session.name) | {"network": network})
@@ -3076,9 +2980,6 @@ def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool
 
 
 def cmd_run(args: argparse.Namespace) -> int:
-    """Create or reuse a container and run an agent or a command in it."""
-    import time
-
     end_on_signals()
     try:
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
@@ -3086,7 +2987,7 @@ def cmd_run(args: argparse.Namespace) -> int:
         if (not request.looked and request.session
                 and put_rules(request.engines[0], request.session, request, False)):
             try:
-                return converse(request, request.engines[0], request.session, False)
+                return converse(request, request.engines[0], request.session)
             except NotBegun as error:
                 if not error.sure:
                     try:
@@ -3098,8 +2999,7 @@ def cmd_run(args: argparse.Namespace) -> int:
             if not request.looked:
                 request = with_remedies(lambda: RunRequest(args, look=True), args.yes)
             with suppress(NameTaken):
-                opened = with_remedies(partial(open_session, request), args.yes)
-                engine, session, created = opened
+                engine, session = with_remedies(partial(open_session, request), args.yes)
                 break
             request.looked = False
             time.sleep(0.1)
@@ -3107,24 +3007,18 @@ def cmd_run(args: argparse.Namespace) -> int:
             raise SandboxError(f"the container {request.name} comes and goes", "try again", 125)
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
-    return converse(request, engine, session, created)
-
-
-def converse(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
-    """Run what was asked for, on a terminal ask what to do next; the last status."""
     try:
-        return converse_in(request, engine, session, created)
+        return converse(request, engine, session)
     finally:
-        if request.args.rm_on_exit:
+        if args.rm_on_exit:
             remove_session(engine, session)
 
 
-def converse_in(request: RunRequest, engine: Engine, session: Session, created: bool) -> int:
-    import time
-
+def converse(request: RunRequest, engine: Engine, session: Session) -> int:
+    """Run what was asked for, on a terminal ask what to do next; the last status."""
     base = request.base()
     command = compose(base, request.args.agent_args)
-    lasts = bool(created or request.agent or base is SHELL)
+    lasts = not request.session or request.agent or base is SHELL
     asks = lasts and on_terminal() and not request.args.rm_on_exit
     while True:
         since, tag = time.time(), random_id()
@@ -3147,8 +3041,7 @@ def converse_in(request: RunRequest, engine: Engine, session: Session, created: 
 
 
 def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: bool) -> None:
-    """Raise NotBegun when a command's container has ended, unless it shows that the command began
-    before.
+    """Raise NotBegun when a container has ended and does not show that the command began before.
 
     Nothing is removed: what runs in the container could bring all of this about.
     """
@@ -3176,22 +3069,21 @@ def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: 
 
 def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
     """The state of a container, '' when it is gone, and the status it ended with."""
-    import time
-
     for _ in range(5):  # the engine learns of the end of its processes one by one
         gone, out, err = Output(engine.inspect_argv(session.id)).result()
-        if gone and not engine.is_absent(err):
+        if gone and engine.is_absent(err):
+            return "", 0
+        if gone:
             raise engine.failure(err)
-        _, _, state, code, _ = ("", "", "", 0, {}) if gone else engine.read_inspected(out)
-        if gone or state == "exited" or (state == "running" and status != KILLED):
+        _, _, state, code, _ = engine.read_inspected(out)
+        if state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
     return state, code
 
 
 def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
-    """Whether a command has left its mark in a container, which need not run; None where that
-    cannot be known."""
+    """Whether a command has left its mark in a container, which need not run; None for unknown."""
     status, out, _ = Output(engine.copy_argv(session.id, "/run/sandbox-began")).result(BEGAN_BYTES)
     # The answer is a tar archive: its header ends with NUL, and the file begins with "sandbox".
     _, head, marks = out.partition("\0sandbox\n")
@@ -3275,7 +3167,6 @@ def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engi
 
 
 def cmd_rm(args: argparse.Namespace) -> int:
-    """Remove containers of ours."""
     status, engines = 0, candidates(load_config(flags_layer(args)))
     for name in args.names:
         try:
@@ -3327,8 +3218,7 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
     result = {
         "name": row["name"], "state": row["state"],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
-        "image": row["image"], "created": row["created"], "runtime": runtime,
-    }
+        "image": row["image"], "created": row["created"], "runtime": runtime}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
@@ -3340,12 +3230,9 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
-    """List sessions, stopped ones included."""
     rows = list_sessions(candidates(load_config(flags_layer(args))))
     if args.json:
-        import json
-
-        print(json.dumps(rows, indent=2))
+        print(to_json(rows, indent=2))
     elif args.quiet:
         print("".join(f"{row['name']}\n" for row in rows), end="")
     else:
@@ -3355,17 +3242,16 @@ def cmd_ps(args: argparse.Namespace) -> int:
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     columns = ("name", "state", "agent", "profile", "network", "image", "created", "directory")
-    short = [{**row, "created": row["created"].replace("T", " ")[:16]} for row in rows]
-    cells = [[printable(row[c]).replace("\n", "?") or "-" for c in columns] for row in short]
-    table = [[c.upper() for c in columns], *cells]
+    table = [[c.upper() for c in columns]]
+    for row in rows:
+        short = {**row, "created": row["created"].replace("T", " ")[:16]}
+        table.append([printable(short[c]).replace("\n", "?") or "-" for c in columns])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
-        print("  ".join(cell.ljust(width)
-                        for cell, width in zip(line, widths, strict=True)).rstrip())
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
 
 
 def cmd_net(args: argparse.Namespace) -> int:
-    """Show or change what a session with an allowlist may reach."""
     engines = candidates(load_config(flags_layer(args)))
     engine, session = find_given(engines, args.session, "net")
     if not session.proxy:
@@ -3378,16 +3264,14 @@ def cmd_net(args: argparse.Namespace) -> int:
     if args.action == "log":
         return show_log(engine, session, args.follow)
     if args.action == "show":
-        import json
-
-        print(json.dumps(network_of(session, session_config(session)), indent=2))
+        print(to_json(network_of(session, session_config(session)), indent=2))
         return 0
+    asked = {"allow": [], "deny" if args.action == "deny" else "allow": args.hosts}
+    rules = Layer({"network": asked}, "check", code=2,
+                  places={"network": args.action}).values["network"]
     if args.action == "check":
-        Layer({"network": {"allow": args.hosts}}, "check", code=2, places={"network": "check"})
         set_rules(engine, session, network_of(session, session_config(session)))
         return max(check_host(engine, session, host) for host in args.hosts)
-    rules = Layer({"network": {"allow": [], args.action: args.hosts}}, "check", code=2,
-                  places={"network": args.action}).values["network"]
     change_rules(engine, session, rules)
     return 0
 
@@ -3404,8 +3288,7 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
 
 def change_rules(engine: Engine, session: Session,
                  rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Allow or deny more hosts, kept in the session's settings and in force for the next
-    connection; all rules."""
+    """Allow or deny more hosts, from the next connection on and for good; all rules."""
     with lock_settings(session.name):
         settings = read_settings(session.name)
         network: dict[str, list[str]] = with_rules(
@@ -3418,14 +3301,13 @@ def change_rules(engine: Engine, session: Session,
 
 def cmd_prune(args: argparse.Namespace) -> int:
     """Remove what a crash has left: proxies and volumes of no session, half-written files."""
-    config = load_config(flags_layer(args))
-    met, silent = 0, candidates(config)
-    for engine in silent:
+    met, engines = 0, candidates(load_config(flags_layer(args)))
+    for engine in engines:
         with suppress(EngineProblem):
             prune_engine(engine, args.dry_run)
             met += 1
     if not met:
-        pick_engine(silent)  # raises and says why
+        pick_engine(engines)  # raises and says why
     for path in half_written():
         show(path)
         if not args.dry_run:
@@ -3435,8 +3317,6 @@ def cmd_prune(args: argparse.Namespace) -> int:
 
 def prune_engine(engine: Engine, dry_run: bool) -> None:
     """Remove the proxies and volumes of an engine whose session is gone, and print their names."""
-    import time
-
     left = leftovers(engine)
     if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
@@ -3466,7 +3346,6 @@ def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
 def half_written() -> list[str]:
     """The temporary files of write_private() that nobody is going to rename."""
     import re
-    import time
 
     folders = [sandbox_home(),
                *(os.path.join(sandbox_home(), folder) for folder in ("env", "known", "sessions"))]
@@ -3480,8 +3359,6 @@ def cmd_config(args: argparse.Namespace) -> int:
     """Print the effective configuration, or the commands that run would execute."""
     if args.what == "command":
         return show_command(args)
-    import json
-
     config = load_config(flags_layer(args), args.profile)
     result: dict[str, Any] = {}
     for name, settings in config.settings.items():
@@ -3489,7 +3366,7 @@ def cmd_config(args: argparse.Namespace) -> int:
         result[name] = values if KEYS[name].kind == "list" else values[-1]
     result["env"] = {name: described(setting, is_secret(name), args.reveal)
                      for name, setting in config.env().items()}
-    print(json.dumps(result, indent=2, ensure_ascii=False))
+    print(to_json(result, indent=2, ensure_ascii=False))
     return 0
 
 
@@ -3516,15 +3393,13 @@ def show_command(args: argparse.Namespace) -> int:
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
-    size = os.get_terminal_size(0) if terminal else None
     argv = exec_argv(engine, session, request.workdir(), random_id(),
                      compose(request.base(), args.agent_args),
-                     stdin=True, size=(size.lines, size.columns) if size else None)
+                     stdin=True, size=terminal_size(0) if terminal else None)
     env = (terminal_env() if terminal else {}) | request.env
     masked = [name for name, value in env.items() if is_secret(name, value) and not args.reveal]
-    script = quote_all([env_script({name: MASK if name in masked else value
-                                    for name, value in env.items()})])
-    lines.append(f"SANDBOX_ENV={script} {quote_all(argv)}")
+    script = env_script(env | dict.fromkeys(masked, MASK))
+    lines.append(f"SANDBOX_ENV={quote_all([script])} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
     if args.rm_on_exit:
@@ -3536,25 +3411,20 @@ def show_command(args: argparse.Namespace) -> int:
 
 
 def cmd_serve(args: argparse.Namespace) -> int:
-    """Run the web service, or control the one that runs."""
     import sandbox_web
 
     return sandbox_web.serve(args)
 
 
 def cmd_build(args: argparse.Namespace) -> int:
-    """Build the image."""
     end_on_signals()
     if args.imageVersion:
         tools = [item.removeprefix("TOOL=") for item in args.imageBuildArgs
                  if item.startswith("TOOL=")]
         args.imageVersion, _ = split_build_version(args.imageVersion, tools[-1] if tools else "")
     config = load_config(flags_layer(args), args.profile)
-
-    def build() -> None:
-        build_image(pick_engine(candidates(config))[0], config, args.update_agents)
-
-    with_remedies(build, args.yes)
+    with_remedies(lambda: build_image(pick_engine(candidates(config))[0], config,
+                                      args.update_agents), args.yes)
     return 0
 
 
@@ -3610,14 +3480,6 @@ def check_engine(config: Config) -> tuple[list[Check], Engine | None]:
     return [Check(n, "ok", d) for n, d in zip(names, details, strict=True)], engine
 
 
-# Side by side, for each of them takes up to a second.
-VERSIONS_SCRIPT = """
-cd /tmp
-for a; do { $a --version 2>/dev/null || echo missing; } | head -n 1 >version-$a & done
-wait
-for a; do echo "$a $(cat version-$a)"; done"""
-
-
 def check_image(engine: Engine, config: Config) -> list[Check]:
     """Is the image there, does a container of it get a network, and do its agents start?"""
     image = Image(engine, config.image)
@@ -3627,7 +3489,8 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     if engine.daemonless:  # a daemon has the helpers of a network from the start
         connected = Output(engine.try_argv(config.image, ["sh", "-c", ":"]), LONG_SECONDS)
     sooner = {name: value for a in AGENTS.values() for name, value in a.version_env.items()}
-    command = ["sh", "-c", env_script(sooner) + VERSIONS_SCRIPT, "sh", *(image.agents or AGENTS)]
+    script = env_script(sooner) + "\n" + asset("session/versions.sh").decode()
+    command = ["sh", "-c", script, "sh", *(image.agents or AGENTS)]
     _, out, err = Output(engine.try_argv(config.image, command, "none"), LONG_SECONDS).result()
     checks = [Check("image", "ok", config.image)]
     cut, _, words = connected.result() if connected else (0, "", "")
@@ -3638,13 +3501,12 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
         return checks if cut else [*checks, failed_check("agents", engine.failure(err))]
     versions = out.split("\n")[:-1]
     missing = [line.split()[0] for line in versions if line.endswith("missing")]
+    if versions and not missing:
+        return [*checks, Check("agents", "ok", "; ".join(versions))]
     remedy = Remedy([[*missing_image(engine, config).remedy.commands[0], "--update-agents"]],
                     lambda: build_image(engine, config, True))
-    status = "warn" if missing or not versions else "ok"
-    detail = "; ".join(versions)
-    if status == "warn":
-        detail = f"{', '.join(missing) or 'every agent'} does not start"
-    return [*checks, Check("agents", status, detail, remedy if status == "warn" else None)]
+    detail = f"{', '.join(missing) or 'every agent'} does not start"
+    return [*checks, Check("agents", "warn", detail, remedy)]
 
 
 def check_disk() -> Check:
@@ -3669,25 +3531,23 @@ def diagnose_all(flags: Layer) -> list[Check]:
 def cmd_doctor(args: argparse.Namespace) -> int:
     """Check what a run needs; with --fix carry the remedies out."""
     checks = diagnose_all(flags_layer(args))
-    mended: set[str] = set()
+    met: set[str] = set()
     while args.fix and (args.yes or can_ask()):
-        broken = next((c for c in checks
-                       if c.remedy and c.remedy.offered and c.remedy.text() not in mended), None)
-        if broken is None or not broken.remedy:
+        problems = [EngineProblem(c.name, c.detail, c.remedy) for c in checks
+                    if c.remedy and c.remedy.offered and c.remedy.text() not in met]
+        if not problems:
             break
-        mended.add(broken.remedy.text())
-        if confirm(EngineProblem(broken.name, broken.detail, broken.remedy), args.yes):
-            with_remedies(broken.remedy.carry_out, args.yes)
+        met.add(problems[0].hint)
+        if confirm(problems[0], args.yes):
+            with_remedies(problems[0].remedy.carry_out, args.yes)
         checks = diagnose_all(flags_layer(args))
     mendable = any(check.remedy and check.remedy.offered for check in checks)
     if args.fix and mendable and not (args.yes or can_ask()):
         say("nothing was changed: there is no terminal to ask on (--yes mends without asking)")
     if args.json:
-        import json
-
-        print(json.dumps([{"check": c.name, "status": c.status, "detail": c.detail,
-                           "remedy": c.remedy.text() if c.remedy else None} for c in checks],
-                         indent=2))
+        print(to_json([{"check": c.name, "status": c.status, "detail": c.detail,
+                        "remedy": c.remedy.text() if c.remedy else None} for c in checks],
+                      indent=2))
     else:
         for check in checks:
             show(f"{check.status:4}  {check.name:13}  {check.detail}".rstrip())
@@ -3697,7 +3557,6 @@ def cmd_doctor(args: argparse.Namespace) -> int:
 
 
 def cmd_init(args: argparse.Namespace) -> int:
-    """Write a first configuration from the agents' settings on this machine."""
     data = read_config()
     runs = data.setdefault("runs", {})
     for profile in (None, *runs):  # raises: do not add to a file that is wrong
@@ -3707,9 +3566,7 @@ def cmd_init(args: argparse.Namespace) -> int:
         say("nothing new: no agent's credentials or variables are here, "
             "or each has its run profile already")
     if found or not os.path.exists(config_path()):
-        import json
-
-        write_private(config_path(), json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        write_private(config_path(), to_json(data, indent=2, ensure_ascii=False) + "\n")
         show(f"wrote {config_path()}")
     for agent in found:
         print(f"try: sandbox run -r {agent}")
@@ -3727,8 +3584,7 @@ def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     if agent in runs and not force:
         say(f"runs.{agent} exists and stays as it is (--force renews it)")
         return False
-    profile: dict[str, Any] = dict(runs.get(agent, {}))
-    profile["yolo"] = known.shortcuts[0]
+    profile = {**runs.get(agent, {}), "yolo": known.shortcuts[0]}
     profile.pop("command", None)
     taken = {volume.split(":")[1] for volume in profile.get("volumes", [])}
     profile["volumes"] = [*profile.get("volumes", []),
@@ -3834,8 +3690,8 @@ def env_flags(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         name, equals, value = item.partition("=")
         if not equals and name not in os.environ:
-            raise SandboxError(
-                f"-e: {item!r} is not NAME=value, and no variable of that name is set", code=2)
+            message = f"-e: {item!r} is not NAME=value, and no variable of that name is set"
+            raise SandboxError(message, code=2)
         env[name] = value if equals else os.environ[name]
     return env
 
@@ -3866,7 +3722,6 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], str | list[str] | Non
 # --- Completion ---
 
 def cmd_completion(args: argparse.Namespace) -> int:
-    """Print a completion script for a shell."""
     print(asset(f"completion/sandbox.{args.shell}").decode(), end="")
     return 0
 
@@ -3880,14 +3735,15 @@ def complete(words: Sequence[str]) -> list[str]:
         return []
     parser = parser_of(command if command in COMMANDS else "run")
     before = words[-2] if len(words) > 1 else ""
-    if before in ("-y", "--yolo"):
+    if before in KEYS["yolo"].flags:
         return list(SHORTCUTS)
-    if before in ("--rt", "--runtime"):
+    if before in KEYS["runtime"].flags:
         return list(ENGINES)
     if before in ("-r", "--run"):
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
-    if before in ("-n", "--name") or command == "rm" or (command == "net" and len(words) == 3):
+    name = before in KEYS["containerName"].flags
+    if name or command == "rm" or (command == "net" and len(words) == 3):
         return [row["name"] for row in list_sessions(candidates(load_config()))]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
@@ -3939,26 +3795,28 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"sandbox {command}", description=f"{COMMANDS[command][0].capitalize()}.",
         epilog=epilog, allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, width=columns),
-    )
+        formatter_class=partial(argparse.HelpFormatter, width=columns))
     for name, (flags, settings) in options_of(command).items():
         parser.add_argument(*(flags or [name]), **(settings | ({"dest": name} if flags else {})))
     return parser
 
 
 def usage() -> str:
-    lines = [f"  {name:12} {summary}" for name, (summary, _, _) in COMMANDS.items()]
-    return "\n".join(["usage: sandbox [run] [options] [-- agent arguments]",
-                      "       sandbox COMMAND [options]", "",
-                      "Run AI coding agents in containers.", "", "commands:", *lines, "",
-                      "sandbox COMMAND --help explains a command; "
-                      "sandbox --version prints the version."])
+    commands = "\n".join(f"  {name:12} {row[0]}" for name, row in COMMANDS.items())
+    return f"""\
+usage: sandbox [run] [options] [-- agent arguments]
+       sandbox COMMAND [options]
+
+Run AI coding agents in containers.
+
+commands:
+{commands}
+
+sandbox COMMAND --help explains a command; sandbox --version prints the version."""
 
 
 def dispatch(argv: Sequence[str]) -> int:
     """Parse the command line with the one parser it needs, and carry it out."""
-    import errno
-
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -3970,11 +3828,12 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     if argv[0] == "__job":
         supervise(argv[1])
-    command = argv[0] if argv[0] in COMMANDS else "run"
-    rest = argv[1:] if argv[0] in COMMANDS else argv
-    if command == "run" and rest is argv and not argv[0].startswith("-"):
-        message = f"there is no command {argv[0]!r}{nearest(argv[0], COMMANDS)}"
-        raise SandboxError(message, "sandbox --help lists them", 2)
+    command, rest = argv[0], argv[1:]
+    if command.startswith("-"):
+        command, rest = "run", argv
+    if command not in COMMANDS:
+        raise SandboxError(f"there is no command {command!r}{nearest(command, COMMANDS)}",
+                           "sandbox --help lists them", 2)
     try:
         args = argparse_of(command, rest)
         if getattr(args, "verbose", False):
@@ -3987,17 +3846,15 @@ def dispatch(argv: Sequence[str]) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        message = f"{error.filename or 'output'}: {error.strerror}"
-        raise SandboxError(message, NO_ROOM_HINT,
+        raise SandboxError(f"{error.filename or 'output'}: {error.strerror}", NO_ROOM_HINT,
                            125 if command == "run" else 1) from None
 
 
 def supervise(folder: str) -> NoReturn:
     """Be the supervisor of a job: for a web service that has run since before an upgrade."""
-    command = read_json(f"{folder}/job.json.new")["argv"]
-    program = asset("session/job.py").decode()
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", program,
-                              folder, str(1 << 30), *command])
+    argv = [sys.executable, "-I", "-S", "-c", asset("session/job.py").decode(), folder,
+            str(1 << 30), *read_json(f"{folder}/job.json.new")["argv"]]
+    os.execv(sys.executable, argv)
 
 
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
@@ -4045,8 +3902,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The installed command and the zipapp. They start without PYTHONPATH, whose empty item is the
-    project.
+    """The installed command and the zipapp: without PYTHONPATH, whose empty item is the project.
 
     Not with -I, which would hide what is installed for the user: it may be ourselves.
     """

@@ -1412,7 +1412,7 @@ def start_autostart(engine: Engine, session: Session) -> None:
     """Start the session's autostart script as a job.
 
     Raises WebError when the container runs without it.
-    Where this is not reached, the session's next command starts it: see sandbox.EXEC_SCRIPT.
+    Where this is not reached, the session's next command starts it: see static/session/exec.sh.
     """
     try:
         if script := sandbox.session_config(session).get("autostart"):
