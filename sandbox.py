@@ -2686,7 +2686,9 @@ def compose(command: str | Sequence[str], args: Sequence[str]) -> list[str]:
 
 
 # Read at import: a service finds another version of the file, or none, after an upgrade.
-EXEC_SCRIPT = asset("session/exec.sh").decode()
+# Without its comments: what is read here goes into each call.
+EXEC_SCRIPT = "\n".join(line for line in asset("session/exec.sh").decode().splitlines()
+                        if not line.startswith("#"))
 
 
 def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command: Sequence[str], *,

@@ -7,8 +7,9 @@ until [ -e /run/sandbox-ready ]; do
 done
 [ "$1" = 0 ] || stty rows "$1" cols "$2" 2>/dev/null
 shift 2
-# The first command after a start of the container starts the autostart script: a client that is killed loses
-# nothing. The first one is who makes a directory that is named after the time at which the container started.
+# The first command after a start of the container starts the autostart script: a client that is
+# killed loses nothing. The first one is who makes a directory that is named after the time at which
+# the container started.
 read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ SANDBOX_START _ </proc/1/stat
 SANDBOX_START=/dev/shm/sandbox-start-$SANDBOX_START SANDBOX_SETSID=
 [ -d "$SANDBOX_START" ] || ! mkdir "$SANDBOX_START" 2>/dev/null ||
@@ -23,8 +24,8 @@ unset SANDBOX_ENV SANDBOX_AUTOSTART
   export http_proxy="$SANDBOX_PROXY" https_proxy="$SANDBOX_PROXY" no_proxy="$NO_PROXY"
   export NODE_OPTIONS="$NODE_OPTIONS --disable-warning=UNDICI-EHPA"
 }
-# SANDBOX_SCRIPT is `job` where the command itself is that script. Two setsid detach it: the second one
-# leads a process group and therefore forks. `&` would make the script ignore SIGINT.
+# SANDBOX_SCRIPT is `job` where the command itself is that script. Two setsid detach it: the second
+# one leads a process group and therefore forks. `&` would make the script ignore SIGINT.
 if [ "$SANDBOX_SCRIPT" = job ]; then
   [ "$SANDBOX_SETSID" ] ||
     { echo 'another command has started it: see /tmp/autostart.log'; exit 0; }
@@ -32,7 +33,7 @@ elif [ "$SANDBOX_SETSID" ] && [ "$SANDBOX_SCRIPT" ]; then
   SANDBOX_EXEC=autostart "$SANDBOX_SETSID" "$SANDBOX_SETSID" sh -c "$SANDBOX_SCRIPT" \
     </dev/null >/tmp/autostart.log 2>&1
 fi
-# Note that the command begins: see has_begun(). On a full disk the notes are emptied: then nobody can claim
-# that a command has not begun.
+# Note that the command begins: see has_begun(). On a full disk the notes are emptied: then nobody
+# can claim that a command has not begun.
 { echo "$SANDBOX_EXEC" >>/run/sandbox-began || true >/run/sandbox-began; } 2>/dev/null
 exec "$@"
