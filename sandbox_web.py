@@ -2,7 +2,8 @@
 
 The README, section "Web service API", describes what clients see. How it is made:
 
-- A thread per connection, with a reader of our own: strict, with total deadlines and limits.
+- `http.server`, a thread per connection, with a reader of our own: strict, with total deadlines
+  and limits.
 - One route table; what is not on ANONYMOUS needs the cookie, whatever its method.
 - A job is a detached process (static/session/job.py), which writes into
   ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
@@ -60,8 +61,8 @@ from contextlib import closing, contextmanager, suppress
 from functools import lru_cache, partial
 from heapq import nsmallest
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
-from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -601,7 +602,7 @@ def digest(user: str, password: str) -> bytes:
 # --- Connections ---
 
 
-class App(ThreadingTCPServer):
+class App(ThreadingHTTPServer):
     """What one server is made of; a thread per connection, up to CONNECTIONS of them.
 
     Then one without a login makes room. Whatever an anonymous connection is doing (a handshake,
@@ -610,7 +611,6 @@ class App(ThreadingTCPServer):
     """
 
     daemon_threads = True
-    allow_reuse_address = True
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], config: Config,
@@ -628,6 +628,11 @@ class App(ThreadingTCPServer):
         self.waiting: dict[Handler, bool] = {}
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
+
+    def server_bind(self) -> None:
+        """Bind, and do not ask the DNS for our own name as http.server does."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         try:
@@ -682,7 +687,7 @@ class App(ThreadingTCPServer):
             log(traceback.format_exc().rstrip())
 
 
-class Handler(BaseRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     """One connection: its requests in turn. Every wait has a deadline for the whole of it."""
 
     server: App
