@@ -2426,6 +2426,98 @@ def check_agent(engine: Engine, config: Config) -> None:
                             Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
 
+def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engine, Session]:
+    """The session that a command was given by its name. Raises SandboxError where there is none."""
+    Layer({"containerName": name}, "check", f"{command}: ")
+    engine, session = find_session(engines, name)
+    if session is None:
+        raise SandboxError(f"there is no container {name}", "sandbox ps lists them")
+    return engine, session
+
+
+def remove_session(engine: Engine, session: Session) -> None:
+    """Remove a container of ours, its anonymous volumes, its settings and its jobs."""
+    remove_container(engine, session)
+    forget_files(session.name)
+    with suppress(OSError):
+        os.unlink(memory_path(engine, session.name))
+
+
+def remove_container(engine: Engine, session: Session) -> None:
+    argv = engine.argv("remove", session.id or session.name)
+    status, _, err = Output(argv, LONG_SECONDS).result()
+    if status and not engine.is_absent(err):
+        raise engine.failure(err)
+    remove_proxy(engine, session)
+
+
+def jobs_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "jobs", name)
+
+
+def forget_files(name: str) -> None:
+    """Remove what the web service keeps for a session."""
+    for path in (settings_path(name), f"{settings_path(name)}.lock"):
+        with suppress(OSError):
+            os.unlink(path)
+    if os.path.isdir(jobs_path(name)):
+        remove_tree(jobs_path(name))
+
+
+def remove_tree(path: str) -> None:
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
+ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created")
+
+
+def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
+    """All sessions, with one call: name, state, agent, profile, image, directory, network, created
+    (ISO 8601), runtime.
+
+    The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
+    The state is the engine's, or broken: a container whose labels are not those of a whole session.
+    """
+    engine, rows = list_containers(engines)
+    running = {row["labels"]["sandbox.session"] for row in rows
+               if is_proxy(row) and row["state"] == "running"}
+    return sorted((session_row(engine.name, row, running) for row in rows if not is_proxy(row)),
+                  key=lambda row: row["name"])
+
+
+def is_proxy(row: Mapping[str, Any]) -> bool:
+    return bool(row["labels"].get("sandbox.proxy"))
+
+
+def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, Any]]]:
+    """The containers that carry our labels, sessions and proxies: see Engine.read_list()."""
+    engine, status, out, err = first_answer(
+        engines, lambda e: Output(e.list_argv("sandbox.session", PS_LABELS + ID_LABELS)))
+    if status:
+        raise engine.failure(err)
+    return engine, engine.read_list(out)
+
+
+def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
+    """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
+    labels = row["labels"]
+    result = {
+        "name": row["name"], "state": row["state"],
+        **{label[8:]: labels.get(label, "") for label in PS_LABELS},
+        "image": row["image"], "created": row["created"], "runtime": runtime}
+    if (result["network"] == "allow" and row["state"] == "running"
+            and labels["sandbox.session"] not in proxies):
+        result["network"] = "cut"
+    try:
+        Session(result["name"], "", labels).created()
+    except BrokenSession:
+        result["state"] = "broken"
+    return result
+
+
 # --- Network ---
 # A session with an allowlist has no network but its own loopback. Its init makes the listening
 # socket of the proxy there and hands it to the proxy's container over a volume that the two share:
@@ -2541,6 +2633,43 @@ def network_of(session: Session, config: Config) -> Any:
     if network == "none":
         return {"allow": []}
     return network if isinstance(network, dict) else session.created()[0]["network"]
+
+
+def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
+    """Put an existing session's rules in force, those of --allow for good: see set_rules()."""
+    if not session.proxy:
+        return True
+    with lock_settings(session.name):  # and read again: somebody may have changed them
+        config = session_config(session, None, request.flags, request.args.profile)
+        network = network_of(session, config)
+        if not set_rules(engine, session, network, start):
+            return False
+        if isinstance(request.flags.values.get("network"), dict):
+            write_settings(session.name, read_settings(session.name) | {"network": network})
+    return True
+
+
+def change_rules(engine: Engine, session: Session,
+                 rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Allow or deny more hosts, from the next connection on and for good; all rules."""
+    with lock_settings(session.name):
+        settings = read_settings(session.name)
+        network: dict[str, list[str]] = with_rules(
+            network_of(session, session_config(session, settings)), rules)
+        write_settings(session.name, settings | {"network": network})
+        if session.state == "running":
+            set_rules(engine, session, network)
+    return network
+
+
+def check_host(engine: Engine, session: Session, host: str) -> int:
+    """Print the proxy's decision about a host; 0 when it is allowed."""
+    argv = engine.exec_argv(session.proxy, [*PROXY_PROGRAM, "check", host])
+    status, out, err = Output(argv, LONG_SECONDS).result()
+    if not out:
+        raise engine.failure(err)
+    show(out.rstrip("\n"))
+    return status
 
 
 # --- Commands in a session ---
@@ -2773,6 +2902,62 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
             signal.signal(number, handler)
 
 
+def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: bool) -> None:
+    """Raise NotBegun when a container has ended and does not show that the command began before.
+
+    Nothing is removed: what runs in the container could bring all of this about.
+    """
+    state, code = end_of(engine, session, status)
+    if state == "running":
+        return
+    begun = has_begun(engine, session, tag)
+    if begun:
+        return
+    sure = begun is False
+    if not sure:
+        look_next_time(engine, session)
+    if fresh and 0 < code < 128:  # it ended by itself: one that is stopped ends by a signal
+        lines = [f"the container {session.name} ended as soon as it was started",
+                 *last_lines(engine, session)]
+        hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
+        raise NotBegun("\n".join(lines), hint, 125, sure=sure)
+    message = f"the container {session.name} is {state or 'gone'}"
+    if sure:
+        raise NotBegun(message, "run this again", 125, sure=True)
+    raise NotBegun(f"{message}, and whether the command began is not known",
+                   "it is not run again by itself: look at what it has done, then run this again",
+                   status, sure=False)
+
+
+def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
+    """The state of a container, '' when it is gone, and the status it ended with."""
+    for _ in range(5):  # the engine learns of the end of its processes one by one
+        gone, out, err = Output(engine.inspect_argv(session.id)).result()
+        if gone and engine.is_absent(err):
+            return "", 0
+        if gone:
+            raise engine.failure(err)
+        _, _, state, code, _ = engine.read_inspected(out)
+        if state == "exited" or (state == "running" and status != KILLED):
+            break
+        time.sleep(0.1)
+    return state, code
+
+
+def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
+    """Whether a command has left its mark in a container, which need not run; None for unknown."""
+    status, out, _ = Output(engine.copy_argv(session.id, "/run/sandbox-began")).result(BEGAN_BYTES)
+    # The answer is a tar archive: its header ends with NUL, and the file begins with "sandbox".
+    _, head, marks = out.partition("\0sandbox\n")
+    return None if status or not head else f"{tag}\n" in marks
+
+
+def last_lines(engine: Engine, session: Session) -> list[str]:
+    """The last lines of a container's own log, for a person."""
+    _, out, err = Output(engine.logs_argv(session.id, tail=3)).result(LOG_TAIL_BYTES)
+    return [line[:300] for line in (out + err).strip().splitlines()[-3:]]
+
+
 # --- Image ---
 
 BASE_SUITE = BASE_IMAGE.partition(":")[2].removesuffix("-slim")
@@ -2967,20 +3152,6 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
     return engine, session
 
 
-def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force, those of --allow for good: see set_rules()."""
-    if not session.proxy:
-        return True
-    with lock_settings(session.name):  # and read again: somebody may have changed them
-        config = session_config(session, None, request.flags, request.args.profile)
-        network = network_of(session, config)
-        if not set_rules(engine, session, network, start):
-            return False
-        if isinstance(request.flags.values.get("network"), dict):
-            write_settings(session.name, read_settings(session.name) | {"network": network})
-    return True
-
-
 def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
     try:
@@ -3042,62 +3213,6 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         command = again
 
 
-def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: bool) -> None:
-    """Raise NotBegun when a container has ended and does not show that the command began before.
-
-    Nothing is removed: what runs in the container could bring all of this about.
-    """
-    state, code = end_of(engine, session, status)
-    if state == "running":
-        return
-    begun = has_begun(engine, session, tag)
-    if begun:
-        return
-    sure = begun is False
-    if not sure:
-        look_next_time(engine, session)
-    if fresh and 0 < code < 128:  # it ended by itself: one that is stopped ends by a signal
-        lines = [f"the container {session.name} ended as soon as it was started",
-                 *last_lines(engine, session)]
-        hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
-        raise NotBegun("\n".join(lines), hint, 125, sure=sure)
-    message = f"the container {session.name} is {state or 'gone'}"
-    if sure:
-        raise NotBegun(message, "run this again", 125, sure=True)
-    raise NotBegun(f"{message}, and whether the command began is not known",
-                   "it is not run again by itself: look at what it has done, then run this again",
-                   status, sure=False)
-
-
-def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
-    """The state of a container, '' when it is gone, and the status it ended with."""
-    for _ in range(5):  # the engine learns of the end of its processes one by one
-        gone, out, err = Output(engine.inspect_argv(session.id)).result()
-        if gone and engine.is_absent(err):
-            return "", 0
-        if gone:
-            raise engine.failure(err)
-        _, _, state, code, _ = engine.read_inspected(out)
-        if state == "exited" or (state == "running" and status != KILLED):
-            break
-        time.sleep(0.1)
-    return state, code
-
-
-def has_begun(engine: Engine, session: Session, tag: str) -> bool | None:
-    """Whether a command has left its mark in a container, which need not run; None for unknown."""
-    status, out, _ = Output(engine.copy_argv(session.id, "/run/sandbox-began")).result(BEGAN_BYTES)
-    # The answer is a tar archive: its header ends with NUL, and the file begins with "sandbox".
-    _, head, marks = out.partition("\0sandbox\n")
-    return None if status or not head else f"{tag}\n" in marks
-
-
-def last_lines(engine: Engine, session: Session) -> list[str]:
-    """The last lines of a container's own log, for a person."""
-    _, out, err = Output(engine.logs_argv(session.id, tail=3)).result(LOG_TAIL_BYTES)
-    return [line[:300] for line in (out + err).strip().splitlines()[-3:]]
-
-
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 
@@ -3124,50 +3239,6 @@ def ask_next_command(request: RunRequest, session: Session, command: list[str]) 
             return choice[answer]
 
 
-def remove_session(engine: Engine, session: Session) -> None:
-    """Remove a container of ours, its anonymous volumes, its settings and its jobs."""
-    remove_container(engine, session)
-    forget_files(session.name)
-    with suppress(OSError):
-        os.unlink(memory_path(engine, session.name))
-
-
-def remove_container(engine: Engine, session: Session) -> None:
-    argv = engine.argv("remove", session.id or session.name)
-    status, _, err = Output(argv, LONG_SECONDS).result()
-    if status and not engine.is_absent(err):
-        raise engine.failure(err)
-    remove_proxy(engine, session)
-
-
-def jobs_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "jobs", name)
-
-
-def forget_files(name: str) -> None:
-    """Remove what the web service keeps for a session."""
-    for path in (settings_path(name), f"{settings_path(name)}.lock"):
-        with suppress(OSError):
-            os.unlink(path)
-    if os.path.isdir(jobs_path(name)):
-        remove_tree(jobs_path(name))
-
-
-def remove_tree(path: str) -> None:
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engine, Session]:
-    """The session that a command was given by its name. Raises SandboxError where there is none."""
-    Layer({"containerName": name}, "check", f"{command}: ")
-    engine, session = find_session(engines, name)
-    if session is None:
-        raise SandboxError(f"there is no container {name}", "sandbox ps lists them")
-    return engine, session
-
-
 def cmd_rm(args: argparse.Namespace) -> int:
     status, engines = 0, candidates(load_config(flags_layer(args)))
     for name in args.names:
@@ -3181,54 +3252,6 @@ def cmd_rm(args: argparse.Namespace) -> int:
             report(error)
             status = 1
     return status
-
-
-PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
-ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created")
-
-
-def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
-    """All sessions, with one call: name, state, agent, profile, image, directory, network, created
-    (ISO 8601), runtime.
-
-    The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
-    The state is the engine's, or broken: a container whose labels are not those of a whole session.
-    """
-    engine, rows = list_containers(engines)
-    running = {row["labels"]["sandbox.session"] for row in rows
-               if is_proxy(row) and row["state"] == "running"}
-    return sorted((session_row(engine.name, row, running) for row in rows if not is_proxy(row)),
-                  key=lambda row: row["name"])
-
-
-def is_proxy(row: Mapping[str, Any]) -> bool:
-    return bool(row["labels"].get("sandbox.proxy"))
-
-
-def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, Any]]]:
-    """The containers that carry our labels, sessions and proxies: see Engine.read_list()."""
-    engine, status, out, err = first_answer(
-        engines, lambda e: Output(e.list_argv("sandbox.session", PS_LABELS + ID_LABELS)))
-    if status:
-        raise engine.failure(err)
-    return engine, engine.read_list(out)
-
-
-def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
-    """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
-    labels = row["labels"]
-    result = {
-        "name": row["name"], "state": row["state"],
-        **{label[8:]: labels.get(label, "") for label in PS_LABELS},
-        "image": row["image"], "created": row["created"], "runtime": runtime}
-    if (result["network"] == "allow" and row["state"] == "running"
-            and labels["sandbox.session"] not in proxies):
-        result["network"] = "cut"
-    try:
-        Session(result["name"], "", labels).created()
-    except BrokenSession:
-        result["state"] = "broken"
-    return result
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
@@ -3276,29 +3299,6 @@ def cmd_net(args: argparse.Namespace) -> int:
         return max(check_host(engine, session, host) for host in args.hosts)
     change_rules(engine, session, rules)
     return 0
-
-
-def check_host(engine: Engine, session: Session, host: str) -> int:
-    """Print the proxy's decision about a host; 0 when it is allowed."""
-    argv = engine.exec_argv(session.proxy, [*PROXY_PROGRAM, "check", host])
-    status, out, err = Output(argv, LONG_SECONDS).result()
-    if not out:
-        raise engine.failure(err)
-    show(out.rstrip("\n"))
-    return status
-
-
-def change_rules(engine: Engine, session: Session,
-                 rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Allow or deny more hosts, from the next connection on and for good; all rules."""
-    with lock_settings(session.name):
-        settings = read_settings(session.name)
-        network: dict[str, list[str]] = with_rules(
-            network_of(session, session_config(session, settings)), rules)
-        write_settings(session.name, settings | {"network": network})
-        if session.state == "running":
-            set_rules(engine, session, network)
-    return network
 
 
 def cmd_prune(args: argparse.Namespace) -> int:
@@ -3721,6 +3721,58 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], str | list[str] | Non
     return options[:at], words, agent_args
 
 
+def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """The options of a command by the name of their value: flags, and what argparse wants."""
+    of = "run" if command == "config" else command
+    keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
+            if key.flags and of in key.of}
+    return keys | {name: (OPTIONS[name][0].split(), OPTIONS[name][1])
+                   for name in COMMANDS[command][1].split()}
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser of one command: building all of them costs more than most commands do."""
+    import argparse
+
+    epilog = "Arguments after -- are passed to the agent." if command in ("run", "config") else None
+    # Without a width argparse imports shutil to find one.
+    columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100
+    parser = argparse.ArgumentParser(
+        prog=f"sandbox {command}", description=f"{COMMANDS[command][0].capitalize()}.",
+        epilog=epilog, allow_abbrev=False,
+        formatter_class=partial(argparse.HelpFormatter, width=columns))
+    for name, (flags, settings) in options_of(command).items():
+        parser.add_argument(*(flags or [name]), **(settings | ({"dest": name} if flags else {})))
+    return parser
+
+
+def usage() -> str:
+    commands = "\n".join(f"  {name:12} {row[0]}" for name, row in COMMANDS.items())
+    return f"""\
+usage: sandbox [run] [options] [-- agent arguments]
+       sandbox COMMAND [options]
+
+Run AI coding agents in containers.
+
+commands:
+{commands}
+
+sandbox COMMAND --help explains a command; sandbox --version prints the version."""
+
+
+def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
+    """The parsed options of a command, with what -x and `--` brought where it takes them."""
+    if command not in ("run", "config"):
+        return parser_of(command).parse_args(words)
+    options, command_words, agent_args = split_command(words)
+    args = parser_of(command).parse_args(options)
+    if args.command:
+        raise SandboxError(f"-x{args.command}: a space is missing",
+                           'for example: -x bash, or -x "make test"', 2)
+    args.command, args.agent_args = command_words, agent_args
+    return args
+
+
 # --- Completion ---
 
 def cmd_completion(args: argparse.Namespace) -> int:
@@ -3778,45 +3830,6 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
 }
 
 
-def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
-    """The options of a command by the name of their value: flags, and what argparse wants."""
-    of = "run" if command == "config" else command
-    keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
-            if key.flags and of in key.of}
-    return keys | {name: (OPTIONS[name][0].split(), OPTIONS[name][1])
-                   for name in COMMANDS[command][1].split()}
-
-
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of one command: building all of them costs more than most commands do."""
-    import argparse
-
-    epilog = "Arguments after -- are passed to the agent." if command in ("run", "config") else None
-    # Without a width argparse imports shutil to find one.
-    columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100
-    parser = argparse.ArgumentParser(
-        prog=f"sandbox {command}", description=f"{COMMANDS[command][0].capitalize()}.",
-        epilog=epilog, allow_abbrev=False,
-        formatter_class=partial(argparse.HelpFormatter, width=columns))
-    for name, (flags, settings) in options_of(command).items():
-        parser.add_argument(*(flags or [name]), **(settings | ({"dest": name} if flags else {})))
-    return parser
-
-
-def usage() -> str:
-    commands = "\n".join(f"  {name:12} {row[0]}" for name, row in COMMANDS.items())
-    return f"""\
-usage: sandbox [run] [options] [-- agent arguments]
-       sandbox COMMAND [options]
-
-Run AI coding agents in containers.
-
-commands:
-{commands}
-
-sandbox COMMAND --help explains a command; sandbox --version prints the version."""
-
-
 def dispatch(argv: Sequence[str]) -> int:
     """Parse the command line with the one parser it needs, and carry it out."""
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -3857,19 +3870,6 @@ def supervise(folder: str) -> NoReturn:
     argv = [sys.executable, "-I", "-S", "-c", asset("session/job.py").decode(), folder,
             str(1 << 30), *read_json(f"{folder}/job.json.new")["argv"]]
     os.execv(sys.executable, argv)
-
-
-def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
-    """The parsed options of a command, with what -x and `--` brought where it takes them."""
-    if command not in ("run", "config"):
-        return parser_of(command).parse_args(words)
-    options, command_words, agent_args = split_command(words)
-    args = parser_of(command).parse_args(options)
-    if args.command:
-        raise SandboxError(f"-x{args.command}: a space is missing",
-                           'for example: -x bash, or -x "make test"', 2)
-    args.command, args.agent_args = command_words, agent_args
-    return args
 
 
 def report(error: SandboxError) -> None:
