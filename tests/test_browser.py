@@ -469,6 +469,29 @@ def test_a_turn_of_very_many_events_stays_light(page: Page, service: Service, na
     page.see("Whole output", ".job-foot")
 
 
+def show_decisions(page: Page, service: Service, decisions: list[Any]) -> None:
+    """Mount the list of decisions on a page, for a proxy that has taken just these."""
+    page.goto(f"http://{service.address}/")
+    page.eval(f"""(async () => {{
+        const base = document.querySelector("script[type=module]").src.replace(/main.js$/, "");
+        const {{ mount }} = await import(base + "decisions.js");
+        const real = fetch, body = {json.dumps(json.dumps(decisions))};
+        window.fetch = async (url, options) =>
+            url.includes("/shown/") ? Response.json({{ allow: [] }}) : real(url, options);
+        window.EventSource = class extends EventTarget {{
+            constructor() {{
+                super();
+                setTimeout(() => JSON.parse(body).forEach((one) => this.dispatchEvent(
+                    new MessageEvent("decision", {{ data: JSON.stringify(one) }}))));
+            }}
+            close() {{}}
+        }};
+        const root = document.body.appendChild(document.createElement("div"));
+        const session = {{ name: "shown", state: "running", network: {{ allow: [] }} }};
+        mount(root, {{ name: "shown", session, reload: async () => {{}} }});
+    }})()""")
+
+
 def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
     odd: list[Any] = [5, None, "text", ["a"], {"toString": 1, "toLocaleString": 1},
                       {"__proto__": {}}, "constructor", "\ud800", 1e308, True]
@@ -506,25 +529,7 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
     decisions = [{**given, "host": host} for host, given in variants(decision, "of")]
     decisions += [*odd, *({**decision, "host": value} for value in odd)]
     decisions.append({**decision, "host": "last.example"})
-    page.goto(f"http://{service.address}/")
-    page.eval(f"""(async () => {{
-        const base = document.querySelector("script[type=module]").src.replace(/main.js$/, "");
-        const {{ mount }} = await import(base + "decisions.js");
-        const real = fetch, body = {json.dumps(json.dumps(decisions))};
-        window.fetch = async (url, options) =>
-            url.includes("/fuzz/") ? Response.json({{ allow: [] }}) : real(url, options);
-        window.EventSource = class extends EventTarget {{
-            constructor() {{
-                super();
-                setTimeout(() => JSON.parse(body).forEach((one) => this.dispatchEvent(
-                    new MessageEvent("decision", {{ data: JSON.stringify(one) }}))));
-            }}
-            close() {{}}
-        }};
-        const root = document.body.appendChild(document.createElement("div"));
-        const session = {{ name: "fuzz", state: "running", network: {{ allow: [] }} }};
-        mount(root, {{ name: "fuzz", session, reload: async () => {{}} }});
-    }})()""")
+    show_decisions(page, service, decisions)
     page.see("last.example:443", ".decision")
     assert page.eval("document.querySelectorAll('.decision').length") > len(decisions) / 2
     assert page.eval("document.querySelectorAll('.decision.undrawn').length") == 0
@@ -1001,30 +1006,11 @@ def test_what_lets_a_refused_host_through_is_read_from_fields(page: Page,
         {**base, "host": "new.example", "kind": "address-private", "address": "10.0.0.2"},
         {**base, "host": "no.example", "kind": "tls"},
         {**base, "host": "ruled.example", "kind": "denied", "rule": "ruled.example"}]
-    page.goto(f"http://{service.address}/")
-    shown = page.eval(f"""(async () => {{
-        const base = document.querySelector("script[type=module]").src.replace(/main.js$/, "");
-        const {{ mount }} = await import(base + "decisions.js");
-        const real = fetch, body = {json.dumps(json.dumps(decisions))};
-        window.fetch = async (url, options) =>
-            url.includes("/kinds/") ? Response.json({{ allow: [] }}) : real(url, options);
-        window.EventSource = class extends EventTarget {{
-            constructor() {{
-                super();
-                setTimeout(() => JSON.parse(body).forEach((one) => this.dispatchEvent(
-                    new MessageEvent("decision", {{ data: JSON.stringify(one) }}))));
-            }}
-            close() {{}}
-        }};
-        const root = document.body.appendChild(document.createElement("div"));
-        const session = {{ name: "kinds", state: "running", network: {{ allow: [] }} }};
-        mount(root, {{ name: "kinds", session, reload: async () => {{}} }});
-        while (root.querySelectorAll(".decision").length < {len(decisions)})
-            await new Promise((resolve) => setTimeout(resolve, 20));
-        return [...root.querySelectorAll(".decision")].map((row) => [
-            row.querySelector("h3").textContent, row.querySelector(".why").textContent,
-            row.querySelector("button").hidden ? "" : row.querySelector("button").title]);
-    }})()""")
+    show_decisions(page, service, decisions)
+    page.wait(f"document.querySelectorAll('.decision').length === {len(decisions)}")
+    shown = page.eval("""[...document.querySelectorAll(".decision")].map((row) => [
+        row.querySelector("h3").textContent, row.querySelector(".why").textContent,
+        row.querySelector("button").hidden ? "" : row.querySelector("button").title])""")
     assert shown == [
         ["ruled.example:443", f"{reason}: ruled.example", "Allow ruled.example"],
         ["no.example:443", reason, ""],
