@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -518,7 +518,7 @@ a_name = matching(r"[A-Za-z0-9][\w.-]{1,127}",
                   "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
 an_image_name = matching(
     r"([a-z0-9][a-z0-9_.-]*(:\d+)?/)?([a-z0-9][a-z0-9_.-]*/)*[a-z0-9][a-z0-9_.-]*",
-                         "an image name: lower case, without a version (that is imageVersion)")
+    "an image name: lower case, without a version (that is imageVersion)")
 an_image_version = matching(r"\d+(\.\d+)*-[\w.-]{1,80}",
                             f"<version>-<variant>, for example {IMAGE_VERSION}")
 a_number = matching(r"(?=.*[1-9])\d{0,5}(\.\d{0,3})?", "a number of CPUs such as 2 or 1.5",
@@ -2798,7 +2798,7 @@ def terminal_env() -> dict[str, str]:
 
 
 def env_script(env: Mapping[str, str]) -> str:
-    """The variables as a script for EXEC_SCRIPT. Raises SandboxError over the kernel's limit."""
+    """The variables as a script for exec_script(). Raises SandboxError over the kernel's limit."""
     script = "\n".join("export " + name + "='" + value.replace("'", "'\\''") + "'"
                        for name, value in env.items())
     if len(os.fsencode(script)) > ENVIRONMENT_BYTES:
@@ -2814,10 +2814,11 @@ def compose(command: str | Sequence[str], args: Sequence[str]) -> list[str]:
     return [*command, *args]
 
 
-# Read at import: a service finds another version of the file, or none, after an upgrade.
-# Without its comments: what is read here goes into each call.
-EXEC_SCRIPT = "\n".join(line for line in asset("session/exec.sh").decode().splitlines()
-                        if not line.startswith("#"))
+@cache
+def exec_script() -> str:
+    """What runs before every command, without its comments: it goes into each call."""
+    lines = asset("session/exec.sh").decode().splitlines()
+    return "\n".join(line for line in lines if not line.startswith("#"))
 
 
 def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command: Sequence[str], *,
@@ -2829,7 +2830,7 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
     rows, columns = size or (0, 0)
     return engine.exec_argv(
         session.id or session.name,
-        ["sh", "-c", EXEC_SCRIPT, "sandbox", str(rows), str(columns), *command],
+        ["sh", "-c", exec_script(), "sandbox", str(rows), str(columns), *command],
         user=session.user, workdir=workdir, env=["SANDBOX_ENV", f"SANDBOX_EXEC={tag}"],
         stdin=stdin, terminal=size is not None)
 

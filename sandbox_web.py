@@ -26,7 +26,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
         stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
         differences
     network: network_of set_rules change_rules decision_of kept_decisions
-    commands: exec_argv env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
+    commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
     processes: spawn wait_for Output end_on_signals
     people: say report Step Remedy with_remedies install_commands
 """
@@ -1346,8 +1346,9 @@ def get_directories(_app: App, request: Request, _params: Params) -> Answer:
 # came, runs the lengths of their runs, status how it ended, lock held by the supervisor, cancel
 # when asked. See static/session/job.py.
 
-# Read when the service starts: an upgrade may put another one in its place.
+# Both are read when the service starts: an upgrade may put others in their place.
 SUPERVISOR = sandbox.asset("session/job.py")
+sandbox.exec_script()
 
 
 def job_folder(session: str, job: str = "") -> str:
