@@ -2602,8 +2602,7 @@ def git_of(spec: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(within(place, target) is not None for target in mount_targets(spec)):
         return None
     id = f"worktrees/{os.path.basename(admin)}"
-    logs = ["logs"] if is_folder_of_ours(f"{common}/logs") else []
-    parts = ["", "objects", "objects/info", "refs", *logs, id, f"{id}/commondir", f"{id}/gitdir"]
+    parts = ["", "objects", "objects/info", "refs", id, f"{id}/commondir", f"{id}/gitdir"]
     if "worktreeconfig" in read_small(f"{common}/config").lower():
         parts.append(f"{id}/config.worktree")
     return {"common": common, "at": place, "parts": parts}
@@ -2618,7 +2617,7 @@ def git_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     binds = [(f"{spec['sources'][0]}/.git", f"{spec['workdir']}/.git", "ro")]
     for part in git["parts"]:  # git follows links to its own folder, so that is in its place
         place = git["at"] if within(part, own) is not None else GIT_DIRECTORY
-        options = "" if part in ("objects", "refs", "logs", own) else "ro"
+        options = "" if part in ("objects", "refs", own) else "ro"
         binds.append((os.path.join(git["common"], part).rstrip("/"),
                       os.path.join(place, part).rstrip("/"), options))
     return binds
@@ -2640,8 +2639,8 @@ def git_note(spec: Mapping[str, Any]) -> str:
     """A line on git in a new session: what it was given, or why git does not work; '' for none."""
     directory, *sources = spec["sources"]
     if spec.get("git"):
-        return (f"git works in this worktree: of {spec['git']['common']} commits, branches and "
-                "stashes can be written, hooks and configuration only read")
+        return (f"git works in this worktree: commits and branches of {spec['git']['common']} can "
+                "be written, hooks and configuration only read")
     top = directory
     while not os.path.lexists(f"{top}/.git"):
         if top == "/":

@@ -15,6 +15,8 @@ import sandbox
 
 AUTHOR = {f"GIT_{role}_{field}": value for role in ("AUTHOR", "COMMITTER")
           for field, value in (("NAME", "Setup"), ("EMAIL", "setup@test"))}
+AS_AGENT = sandbox.each("-e", [f"{name}={value.replace('Setup', 'Agent')}"
+                               for name, value in AUTHOR.items()])
 
 
 def git_in(folder: Path, *args: str, engine: Engine | None = None, **env: str) -> str:
@@ -49,7 +51,7 @@ class Worktree:
 
     def obeyed(self) -> dict[str, bytes]:
         """All of the repository but for what commits write."""
-        written = [self.git / part for part in ("objects", "refs", "logs", "worktrees/tree")]
+        written = [self.git / part for part in ("objects", "refs", "worktrees/tree")]
         kept = [self.git / "objects" / "info", *(self.admin / file for file in (
             "commondir", "gitdir", "config.worktree")), self.path / ".git"]
         found = {}
@@ -84,11 +86,9 @@ git worktree list | cut -d' ' -f1"""
 def test_git_works_in_a_linked_worktree(worktree: Worktree, git_image: list[str], name: str,
                                         ) -> None:
     """All that commits take, without a word of an error; the host sees it at once."""
-    author = ("-e", "GIT_AUTHOR_NAME=Agent", "-e", "GIT_AUTHOR_EMAIL=agent@test",
-              "-e", "GIT_COMMITTER_NAME=Agent", "-e", "GIT_COMMITTER_EMAIL=agent@test")
-    ran = worktree.run(name, *git_image, *author, "-x", "sh", "-c", WORK)
+    ran = worktree.run(name, *git_image, *AS_AGENT, "-x", "sh", "-c", WORK)
     said, *rest = ran.stderr.splitlines()
-    assert f"of {worktree.git} commits, branches and stashes can be written" in said
+    assert f"commits and branches of {worktree.git} can be written" in said
     assert (ran.returncode, rest) == (0, []), ran
     assert ran.stdout.splitlines()[0] == "1"
     assert ran.stdout.splitlines()[-3:] == [
@@ -103,8 +103,23 @@ def test_git_works_in_a_linked_worktree(worktree: Worktree, git_image: list[str]
     again = worktree.run(name, "-x", "git", "log", "--format=%s", "-1")
     assert (again.stdout, again.stderr) == ("four\n", "")
     worktree.engine.run("stop", "-t", "0", name)
-    again = worktree.run(name, "-x", "git commit -q --allow-empty -m five; git log --format=%s -1")
+    again = worktree.run(name, *AS_AGENT, "-x",
+                         "git commit -q --allow-empty -m five; git log --format=%s -1")
     assert (again.stdout, again.returncode) == ("five\n", 0), again.stderr
+
+
+def test_the_persons_stashes_stay(worktree: Worktree, git_image: list[str], name: str) -> None:
+    """Those made inside are listed inside; taken back there they are gone, and no other is."""
+    (worktree.top / "file").write_text("the person's")
+    worktree.host(worktree.top, "add", "file")
+    worktree.host(worktree.top, "stash", "-q")
+    put = "echo 1 >one; git add one; git stash -q"
+    for command, count in ((f"{put}; git stash pop -q; git reset -q --hard", 1), (put, 2)):
+        ran = worktree.run(name, *git_image, *AS_AGENT, "-x", f"{command}; git stash list | wc -l")
+        assert ran.stdout == f"{count}\n", ran.stderr
+        assert worktree.host(worktree.top, "stash", "list").count("stash@") == 1
+    worktree.host(worktree.top, "stash", "pop", "-q")
+    assert (worktree.top / "file").read_text() == "the person's"
 
 
 def test_a_packed_branch_is_not_removed_from_inside(worktree: Worktree, git_image: list[str],
@@ -122,7 +137,8 @@ def test_a_packed_branch_is_not_removed_from_inside(worktree: Worktree, git_imag
 ATTACK = """
 for top in "$1" /run/sandbox-git; do
   for path in config config.worktree commondir HEAD hooks/post-commit info/attributes \\
-    objects/info/alternates modules/sub/config worktrees/other/config.worktree \\
+    objects/info/alternates modules/sub/config logs/HEAD logs/refs/heads/main \\
+    worktrees/other/config.worktree \\
     worktrees/other/commondir worktrees/other/gitdir worktrees/tree/commondir \\
     worktrees/tree/gitdir worktrees/tree/config.worktree worktrees/new/HEAD; do
     mkdir -p "$(dirname "$top/$path")"
@@ -178,8 +194,7 @@ def test_what_mounts_show_already_stays_as_it_is(worktree: Worktree, git_image: 
                                                  name: str) -> None:
     """The repository that the person mounts is writable, as before; so is one that is the project.
     """
-    commit = ("-e", "GIT_AUTHOR_NAME=A", "-e", "GIT_AUTHOR_EMAIL=a@test", "-e",
-              "GIT_COMMITTER_NAME=A", "-e", "GIT_COMMITTER_EMAIL=a@test", "-x",
+    commit = (*AS_AGENT, "-x",
               "git config a.b c && git commit -q --allow-empty -m two && git gc -q")
     ran = worktree.run(name, *git_image, "-v", f"{worktree.git}:{worktree.git}", *commit)
     assert (ran.returncode, ran.stderr) == (0, "")
