@@ -3794,6 +3794,10 @@ def cmd_init(args: argparse.Namespace) -> int:
     if found or not os.path.exists(config_path()):
         write_private(config_path(), to_json(data, indent=2, ensure_ascii=False) + "\n")
         show(f"wrote {config_path()}")
+    author = git_author({"directory": os.path.expanduser("~")})
+    if len(author) == 4:
+        show("commits in sessions are by {GIT_AUTHOR_NAME} <{GIT_AUTHOR_EMAIL}>, "
+             "as git on this machine has it".format(**author))
     for agent in found:
         print(f"try: sandbox run -r {agent}")
     return 0

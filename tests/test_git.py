@@ -1,12 +1,14 @@
 """Git in sessions: linked worktrees, what of them can be written, authors."""
 
 import os
+import re
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import PATH, Engine, Result
+from conftest import PATH, PYTHON, ROOT, Engine, Result
 from service import Service
 from test_agents import IMAGE as AGENTS_IMAGE
 from test_agents import image as image
@@ -436,3 +438,59 @@ def test_the_zone_is_the_variables_or_the_machines(monkeypatch: pytest.MonkeyPat
         assert sandbox.host_zone() == {}
 
 
+
+
+def test_init_says_who_commits(person: Path, monkeypatch: pytest.MonkeyPatch,
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SANDBOX_HOME", str(person / "home"))
+    monkeypatch.chdir(person)
+    assert sandbox.main(["init"]) == 0
+    assert "commits in" not in capsys.readouterr().out
+    (person / ".gitconfig").write_text(CONFIGS["plain"])
+    assert sandbox.main(["init"]) == 0
+    assert "commits in sessions are by Ann Other <ann@test>" in capsys.readouterr().out
+
+
+# --- README ---
+
+
+def test_the_recipes_for_an_ssh_agent(worktree: Worktree, git_image: list[str], name: str) -> None:
+    """As the README has them, but for a push, which would need a server."""
+    engine = worktree.engine
+    folder = engine.directory()
+    image = f"--in {git_image[1]} --iv {git_image[3]}"
+    section = (ROOT / "README.md").read_text().partition("\n## Git\n")[2].partition("\n## ")[0]
+    recipe = "\n".join(re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+    recipe = recipe.replace("-n shop", f"-n {name} {image}")
+    assert recipe.count("git push") == recipe.count("git commit") == 1
+    recipe = recipe.replace("git push", "ssh-add -l").replace("git commit", "git commit -a")
+    script = (f"set -e\nsandbox() {{ {PYTHON} {engine.area}/app \"$@\"; }}\nmkdir -m 700 ~/.ssh\n"
+              f"touch ~/.ssh/known_hosts\nssh-keygen -q -t ed25519 -N '' -f ~/.ssh/id_ed25519\n"
+              f"{recipe}")
+    (worktree.path / "price").touch()
+    worktree.host(worktree.path, "add", "price")
+    env = {"HOME": str(folder), "SANDBOX_HOME": str(folder / ".sandbox"), **AUTHOR}
+    ran = subprocess.run(["sh", "-c", script], stdin=subprocess.DEVNULL, capture_output=True,
+                         text=True, **engine.where(cwd=worktree.path, env=env))
+    for pid in re.findall(r"SSH_AGENT_PID=(\d+)", ran.stdout):
+        os.kill(int(pid), signal.SIGTERM)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    public = (folder / ".ssh" / "id_ed25519.pub").read_text()
+    assert " (ED25519)\n" in ran.stdout
+    allowed = engine.directory() / "allowed"
+    allowed.write_text(f"setup@test {public}")
+    signed = ("-c", f"gpg.ssh.allowedSignersFile={allowed}", "log", "-1", "--format=%G? %an %s")
+    assert worktree.host(worktree.path, *signed) == "G Setup Add a price\n"
+
+
+def test_a_compiler_is_explained_and_pip_is_there(engine: Engine, git_image: list[str],
+                                                  name: str) -> None:
+    script = ("python3 -m venv venv && venv/bin/pip --version && make --version && printf "
+              "'all:\n\tcc x.c\n' >Makefile; make; echo $?")
+    ran = engine.sandbox("run", "-n", name, *git_image, "-x", f"cd /tmp; {script}")
+    assert "pip " in ran.stdout and "GNU Make" in ran.stdout, ran.stderr
+    assert "\n2\n" in ran.stdout and "this image has no cc\n" in ran.stderr
+    (build,) = re.findall("sandbox (build .*), then", ran.stderr)
+    args = sandbox.argparse_of("build", build.split()[1:])
+    assert "build-essential" in ran.stderr
+    assert "build-essential" in sandbox.tool_packages()[args.imageBuildArgs[0].partition("=")[2]]
