@@ -1967,6 +1967,9 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
                                     and len(sources) == 1 + len(volumes)):
         raise ValueError("sources")
+    git = spec.get("git")  # an old session has none
+    if git and not (git["parts"] and all(map(is_text, (git["common"], git["at"], *git["parts"])))):
+        raise ValueError("git")
     if isinstance(network, dict) != (labels.get("sandbox.network") == "allow"):
         raise ValueError("network")
 
@@ -2093,7 +2096,7 @@ def spec_of(config: Config) -> dict[str, Any]:
     for key in KEYS.values():
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
-    return spec
+    return spec | {"git": git_of(spec)}
 
 
 def resolved(path: str) -> str:
@@ -2122,7 +2125,9 @@ def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
 
 def shown(value: Any) -> str:
     """A value of a specification in words."""
-    return "an allowlist" if isinstance(value, dict) else str(value or "none")
+    if isinstance(value, dict):
+        return str(value["common"]) if "common" in value else "an allowlist"
+    return str(value or "none")
 
 
 def agent_of(command: str | Sequence[str]) -> str:
@@ -2168,19 +2173,19 @@ def asset(path: str) -> bytes:
 def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
                  labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
-    volume = Session(name, "", labels).volume
-    options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
+    volume, git = Session(name, "", labels).volume, spec.get("git")
     script = asset("session/mounts.sh") + asset("session/init.sh")
     return engine.create_argv(
         name, spec["image"],
         ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"),
          *mounts_meant(spec)],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
-        env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else [])],
+        env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else []),
+             *([f"SANDBOX_GIT={git['at']}"] if git else [])],
         limits={key.limit: spec[key.name] for key in limits()},
         network="none" if isinstance(spec["network"], dict) else spec["network"],
         ports=spec["ports"],
-        binds=list(zip(spec["sources"], mount_targets(spec), options, strict=True)),
+        binds=binds_of(spec),
         volumes=[f"{volume}:{NET_DIRECTORY}:ro"] if volume else [],
         log_size="1m")  # it has a limit because root inside the container can write to it
 
@@ -2190,6 +2195,12 @@ def mount_targets(spec: Mapping[str, Any]) -> list[str]:
     return [spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])]
 
 
+def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """All mounts of a specification: source, place in the container, options."""
+    options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
+    return [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec)]
+
+
 def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
     """The arguments of mounts_are() in static/session/mounts.sh: the boot id of this machine, then
     for each mount its device and path, and its place in the container; [] without a mount table.
@@ -2197,7 +2208,7 @@ def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             arguments = [file.read().strip()]
-        for source, target in zip(spec["sources"], mount_targets(spec), strict=True):
+        for source, target, _ in binds_of(spec):
             arguments += [place_of(source), target]
     except FileNotFoundError:
         return []
@@ -2249,10 +2260,12 @@ def engine_sockets() -> list[str]:
 def check_mounts(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when a mount would hand out an engine's socket, or two go to one place."""
     paths = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    mounted = [*zip(paths, spec["sources"], strict=True),
+               *((source, source) for source, _, _ in git_binds(spec))]
     sockets = [socket for socket in engine_sockets() if os.path.exists(socket)]
     names = {os.path.basename(path) for engine in ENGINES.values() for path in engine.sockets}
     names.update(map(os.path.basename, OTHER_SOCKETS))
-    for source, real in zip(paths, spec["sources"], strict=True):
+    for source, real in mounted:
         inside = any(within(socket, real) is not None for socket in sockets)
         if inside or os.path.basename(real) in names:
             message = f"{source} holds an engine's socket: whoever reaches it owns the host"
@@ -2261,7 +2274,7 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
         if f"{real}/".startswith(("/proc/", "/sys/", "/dev/")):
             raise SandboxError(f"{source} is a window of the host's kernel", "mount something else",
                                125)
-    targets = mount_targets(spec)
+    targets = [target for _, target, _ in binds_of(spec)]
     for target in targets:
         if targets.count(target) > 1:
             raise SandboxError(f"two mounts go to {target}", "keep one of them", 125)
@@ -2283,7 +2296,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}",
                                "choose another path (--cp, -v)", 125)
-    for source in spec["sources"]:
+    for source, _, _ in binds_of(spec):
         if not is_exact(source):
             message = f"a mounted path leads to {source!r}, whose name engines read in another way"
             raise SandboxError(message, "rename it: no control characters, nothing but UTF-8", 125)
@@ -2299,6 +2312,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     check_agent(engine, config)
     labels = labels_of(config, flags, spec, container_user(rootless))
     session = Session(name, "running", labels)
+    make_worktree_config(spec)
     status = 1
     try:
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
@@ -2319,6 +2333,8 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         say(err.strip())  # the engine warns that it cannot enforce a limit
     session.id = out.strip()
     remember(engine, session)
+    if note := git_note(spec):
+        say(note)
     return engine, session
 
 
@@ -2361,7 +2377,7 @@ def start_session(engine: Engine, session: Session) -> None:
         hint = "run: " + quote_all(engine.argv("unpause", session.name))
         raise SandboxError(f"the container {session.name} is paused", hint, 125)
     have, _ = session.created()
-    if any(resolved(path) != path for path in have.get("sources", ())):
+    if have.get("sources") and any(resolved(path) != path for path, _, _ in binds_of(have)):
         raise mount_turned(session)
     # Restart the proxy: what ran in the session before may have left it stuck. Give it its rules
     # before any command runs.
@@ -2516,6 +2532,203 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
     except BrokenSession:
         result["state"] = "broken"
     return result
+
+
+# --- Git ---
+# What git on this machine would do is found out by reading: a repository says what git is to run,
+# so git never runs in one here.
+
+# In a container the repository of a linked worktree is read-only there, but for what a commit
+# writes. So nothing can be added that git on this machine obeys: hooks, configuration, `commondir`.
+GIT_DIRECTORY = "/run/sandbox-git"
+GIT_FILE_BYTES = 64 * 1024
+
+
+def read_small(path: str, follow: int = 0) -> str:
+    """The text of a small regular file, '' for anything else, a link (unless `follow`) included."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    except OSError:
+        return ""
+    try:
+        stat = os.fstat(fd)
+        regular = stat.st_mode & 0o170000 == 0o100000 and stat.st_size <= GIT_FILE_BYTES
+        text = os.read(fd, GIT_FILE_BYTES) if regular else b""
+    finally:
+        os.close(fd)
+    return text.decode(errors="surrogateescape").replace("\0", "?")
+
+
+def is_folder_of_ours(path: str) -> bool:
+    with suppress(OSError):
+        stat = os.lstat(path)
+        return stat.st_mode & 0o170000 == 0o040000 and stat.st_uid == os.getuid()
+    return False
+
+
+def linked_admin(top: str) -> tuple[str, str]:
+    """What the `.git` of a linked worktree says, and the folder that means; '' for none.
+
+    Anybody may have written that file, the agent of an earlier session, too. Believed is what leads
+    without links to a repository of the person's that itself names this worktree.
+    """
+    link = read_small(f"{top}/.git").removesuffix("\n")
+    if not link.startswith("gitdir: ") or not is_exact(link):
+        return "", ""
+    link = link.removeprefix("gitdir: ")
+    admin = os.path.normpath(os.path.join(top, link))
+    common = os.path.dirname(os.path.dirname(admin))
+    needed = (common, f"{common}/objects", f"{common}/objects/info", f"{common}/refs", admin)
+    # The two files of the worktree's folder that lead: back, and up.
+    back, up = (os.path.normpath(os.path.join(admin, read_small(f"{admin}/{file}").rstrip("\n")))
+                for file in ("gitdir", "commondir"))
+    believed = (os.path.basename(os.path.dirname(admin)) == "worktrees"
+                and os.path.realpath(admin) == admin and all(map(is_folder_of_ours, needed))
+                and up == common and os.path.realpath(back) == f"{top}/.git"
+                and read_small(f"{common}/HEAD") and os.path.isfile(f"{common}/config"))
+    return (link, admin) if believed else ("", "")
+
+
+def git_of(spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The repository of the linked worktree that a specification mounts: its path, where git looks
+    for it in the container, and the parts that are mounted. None for none, or where other mounts
+    decide what is there.
+    """
+    link, admin = linked_admin(resolved(spec["directory"]))
+    if not admin:
+        return None
+    common = os.path.dirname(os.path.dirname(admin))
+    place = os.path.normpath(os.path.join(spec["workdir"], link, "../.."))
+    if any(within(place, target) is not None for target in mount_targets(spec)):
+        return None
+    id = f"worktrees/{os.path.basename(admin)}"
+    parts = ["", "objects", "objects/info", "refs", id, f"{id}/commondir", f"{id}/gitdir"]
+    if "worktreeconfig" in read_small(f"{common}/config").lower():
+        parts.append(f"{id}/config.worktree")
+    return {"common": common, "at": place, "parts": parts}
+
+
+def git_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The mounts for the repository of a linked worktree, as binds_of() has them."""
+    git = spec.get("git")
+    if not git:
+        return []
+    own = os.path.dirname(git["parts"][-1])
+    binds = [(f"{spec['sources'][0]}/.git", f"{spec['workdir']}/.git", "ro")]
+    for part in git["parts"]:  # git follows links to its own folder, so that is in its place
+        place = git["at"] if within(part, own) is not None else GIT_DIRECTORY
+        options = "" if part in ("objects", "refs", own) else "ro"
+        binds.append((os.path.join(git["common"], part).rstrip("/"),
+                      os.path.join(place, part).rstrip("/"), options))
+    return binds
+
+
+def make_worktree_config(spec: Mapping[str, Any]) -> None:
+    """Make the worktree's own configuration where git would read one: what is not there cannot be
+    mounted read-only, and so could be made from inside. Raises SandboxError.
+    """
+    for path, _, _ in git_binds(spec):
+        if os.path.basename(path) == "config.worktree":
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644))
+            except OSError as error:
+                raise FileError(path, error) from None
+
+
+def git_note(spec: Mapping[str, Any]) -> str:
+    """A line on git in a new session: what it was given, or why git does not work; '' for none."""
+    directory, *sources = spec["sources"]
+    if spec.get("git"):
+        return (f"git works in this worktree: commits and branches of {spec['git']['common']} can "
+                "be written, hooks and configuration only read")
+    top = directory
+    while not os.path.lexists(f"{top}/.git"):
+        if top == "/":
+            return ""
+        top = os.path.dirname(top)
+    if any(within(top, source) is not None for source in sources):
+        return ""
+    if top != directory:
+        more = f", or with -v {quote_all([f'{top}:{top}'])}" if ":" not in top else ""
+        return (f"git does not work in {directory}: its repository {top} is not mounted; run from "
+                f"{top}{more}")
+    if os.path.isfile(f"{top}/.git") and not linked_admin(top)[1]:
+        return (f"git does not work in {directory}: its .git leads to another place, which is no "
+                "repository of yours with this worktree, and is not mounted")
+    return ""
+
+
+def git_settings(path: str, folder: str, depth: int = 0) -> dict[str, str]:
+    """The values in a git configuration of the person's, by section and name, with the files that
+    it includes, those for this folder of a repository (`gitdir:` with a folder) among them.
+    """
+    found: dict[str, str] = {}
+    for key, value in parse_git_config(read_small(path, follow=True)):
+        found[key] = value
+        place = key.removeprefix("includeif.gitdir:").removesuffix(".path")
+        chosen = place != key and place.endswith("/") and within(
+            folder, os.path.expanduser(place).rstrip("/")) is not None
+        if (key == "include.path" or chosen) and depth < 10:  # as deep as git goes
+            more = os.path.join(os.path.dirname(path), os.path.expanduser(value))
+            found.update(git_settings(more, folder, depth + 1))
+    return found
+
+
+def parse_git_config(text: str) -> Iterator[tuple[str, str]]:
+    """`section.name` or `section.subsection.name`, and the value, of each line that has one."""
+    section = ""
+    for line in map(str.strip, text.split("\n")):
+        if line.startswith("["):
+            head, _, line = line[1:].partition("]")
+            name, _, below = head.partition(" ")
+            section = ".".join(filter(None, (name.lower(), below.strip().strip('"'))))
+        name, equals, value = line.partition("=")
+        if equals and not name.startswith(("#", ";")):
+            yield f"{section}.{name.strip().lower()}", git_value(value)
+
+
+def git_value(text: str) -> str:
+    """A value without its quotes, escapes and comment."""
+    value, quoted, escaped = "", False, False
+    for char in text.strip():
+        if escaped or char not in '\\"#;' or (quoted and char in "#;"):
+            value += char
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif char == '"':
+            quoted = not quoted
+        else:
+            break
+    return value.strip()
+
+
+def git_author(spec: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that name author and committer, as git on this machine would in the directory.
+
+    Of the repository's own configuration, which the session may have written, only the names count:
+    what it includes is not read.
+    """
+    git = f"{spec['directory']}/.git"
+    folder = spec["git"]["common"] if spec.get("git") else "" if os.path.islink(git) else git
+    if (file := os.environ.get("GIT_CONFIG_GLOBAL")) is not None:
+        files = [file]
+    else:
+        base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+        files = [f"{base}/git/config", os.path.expanduser("~/.gitconfig")]
+    known: dict[str, str] = {}
+    for file in files:
+        known.update(git_settings(file, folder))
+    known.update(parse_git_config(read_small(f"{folder}/config") if folder else ""))
+    env = {}
+    for role in ("author", "committer"):
+        for field in ("name", "email"):
+            name = f"GIT_{role}_{field}".upper()
+            value = (os.environ.get(name) or known.get(f"{role}.{field}")
+                     or known.get(f"user.{field}"))
+            if value and value.isprintable():
+                env[name] = value
+    return env
 
 
 # --- Network ---
@@ -2707,7 +2920,7 @@ class RunRequest:
             if not args.allow_engine_socket:
                 check_mounts(self.spec)
             check_spec(self.spec)
-        self.env = exec_env(self.config, self.spec["workdir"])
+        self.env = exec_env(self.config, self.spec)
 
     def adopt(self, session: Session, data: Mapping[str, Any]) -> None:
         """Take profile, flags and directory from a session, and say in what it differs."""
@@ -2722,6 +2935,7 @@ class RunRequest:
                 say(f"{session.name} works on {have['directory']}; "
                     f"{self.spec['directory']} is not mounted in it")
             self.spec.update({key: have[key] for key in ("directory", "workdir")})
+        self.spec["git"] = git_of(self.spec)
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
         check_isolation(session, have.get("network"), self.spec["network"])
         for line in (lines := differences(have, self.spec)):
@@ -2776,16 +2990,25 @@ def generated_name(directory: str) -> str:
     return f"{stem[:30] or 'sandbox'}-{random_id()}"
 
 
-def exec_env(config: Config, workdir: str) -> dict[str, str]:
-    """The variables of a command, without those of its terminal; `workdir` is the session's."""
-    env = {"HOME": CONTAINER_HOME}
+def exec_env(config: Config, spec: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of a command, without those of its terminal; `spec` is the session's."""
+    env = {"HOME": CONTAINER_HOME, **git_author(spec), **host_zone()}
     for agent in AGENTS.values():
         env.update(agent.env)
     env.update(AGENTS[config.get("yolo")].yolo_env if config.get("yolo") else {})
     env.update((name, value) for name, (value, _) in config.env().items())
     if script := config.get("autostart"):
-        env["SANDBOX_AUTOSTART"] = f"cd {quote_all([workdir])}\n{script}"
+        env["SANDBOX_AUTOSTART"] = f"cd {quote_all([spec['workdir']])}\n{script}"
     return env
+
+
+def host_zone() -> dict[str, str]:
+    """The variable TZ with this machine's time zone, where that is known by its name."""
+    zone = os.environ.get("TZ", "").removeprefix(":")
+    if not zone:
+        with suppress(OSError):
+            zone = os.readlink("/etc/localtime").partition("/zoneinfo/")[2]
+    return {"TZ": zone} if zone and zone.isprintable() and not zone.startswith("/") else {}
 
 
 def terminal_env() -> dict[str, str]:
@@ -3571,6 +3794,10 @@ def cmd_init(args: argparse.Namespace) -> int:
     if found or not os.path.exists(config_path()):
         write_private(config_path(), to_json(data, indent=2, ensure_ascii=False) + "\n")
         show(f"wrote {config_path()}")
+    author = git_author({"directory": os.path.expanduser("~")})
+    if len(author) == 4:
+        show("commits in sessions are by {GIT_AUTHOR_NAME} <{GIT_AUTHOR_EMAIL}>, "
+             "as git on this machine has it".format(**author))
     for agent in found:
         print(f"try: sandbox run -r {agent}")
     return 0

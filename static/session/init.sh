@@ -19,6 +19,29 @@ if ! mounted "$HOME"; then
     mounted "$path" || chown -h "$1:$2" "$path"
   done
 fi
+# Where git looks for the repository of a linked worktree is a directory of our own, with links to
+# what is mounted of it, most of it read-only. For git locks packed-refs, beside it, whenever it
+# removes a file such as AUTO_MERGE, after each commit. It follows five links to find out where, so
+# the sixth leads to the file itself; and what it would put in its place it cannot write. The logs
+# are copied: git outside writes to its own through links, which could be planted there.
+if [ -n "$SANDBOX_GIT" ] && [ ! -L "$SANDBOX_GIT/packed-refs" ]; then
+  mkdir "$SANDBOX_GIT/packed-refs.5.new"
+  for path in /run/sandbox-git/* /run/sandbox-git/worktrees/* /run/sandbox-git/config.worktree \
+    /run/sandbox-git/hooks /run/sandbox-git/info /run/sandbox-git/modules /run/sandbox-git/shallow
+  do
+    name=${path#/run/sandbox-git/}
+    case $name in logs | packed-refs | *.lock | gc.*) continue ;; esac
+    [ -e "$SANDBOX_GIT/$name" ] || ln -sf "$path" "$SANDBOX_GIT/$name"
+  done
+  ln -s /run/sandbox-git/packed-refs "$SANDBOX_GIT/packed-refs.5"
+  for n in 4 3 2 1; do ln -s packed-refs.$((n+1)) "$SANDBOX_GIT/packed-refs.$n"; done
+  mkdir "$SANDBOX_GIT/logs"
+  cp -R /run/sandbox-git/logs/. "$SANDBOX_GIT/logs" 2>/dev/null
+  chown "$1:$2" "$SANDBOX_GIT"
+  chown -hR "$1:$2" "$SANDBOX_GIT/logs"
+  ! command -v git >/dev/null || git config --system gc.auto 0
+  ln -s packed-refs.1 "$SANDBOX_GIT/packed-refs"
+fi
 # With an allowlist the way out is a proxy: sudo, cron and login shells do not pass the variables
 # that name it.
 if [ -n "$SANDBOX_PROXY" ]; then
