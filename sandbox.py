@@ -600,7 +600,7 @@ KEYS = {key.name: key for key in (
         "publish a port, on 127.0.0.1 unless an address is given", kind="list", fixed=True),
     Key("env", an_environment, "-e --env", "NAME[=VALUE]",
         "a variable, by name alone with the value it has here", kind="object", setting=True),
-    Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file, absolute path",
+    Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file",
         kind="list"),
     Key("imageVersion", an_image_version, "--iv --image-version", "VERSION",
         "version of the image", of="run build", default=IMAGE_VERSION, fixed=True,
@@ -1831,6 +1831,20 @@ def candidates(config: Config) -> list[Engine]:
     """The engine that was asked for, or those to try in turn."""
     runtime = config.get("runtime")
     return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
+
+
+def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
+    """The engines of a command on what exists: a mistake in the file does not keep it from that."""
+    flags = flags_layer(args) if args else None
+    try:
+        return candidates(load_config(flags))
+    except SandboxError as error:
+        kept: dict[str, Any] = {}
+        with suppress(SandboxError, KeyError):  # with a mistake elsewhere this one still counts
+            kept = Layer({"runtime": read_config()["runtime"]}, "file").values
+        engines = candidates(load_config(flags, data=kept))
+        say(error.message)
+        return engines
 
 
 def first_answer(engines: Sequence[Engine],
@@ -3241,7 +3255,7 @@ def ask_next_command(request: RunRequest, session: Session, command: list[str]) 
 
 
 def cmd_rm(args: argparse.Namespace) -> int:
-    status, engines = 0, candidates(load_config(flags_layer(args)))
+    status, engines = 0, engines_of(args)
     for name in args.names:
         try:
             engine, session = find_given(engines, name, "rm")
@@ -3256,7 +3270,7 @@ def cmd_rm(args: argparse.Namespace) -> int:
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
-    rows = list_sessions(candidates(load_config(flags_layer(args))))
+    rows = list_sessions(engines_of(args))
     if args.json:
         print(to_json(rows, indent=2))
     elif args.quiet:
@@ -3278,8 +3292,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def cmd_net(args: argparse.Namespace) -> int:
-    engines = candidates(load_config(flags_layer(args)))
-    engine, session = find_given(engines, args.session, "net")
+    engine, session = find_given(engines_of(args), args.session, "net")
     if not session.proxy:
         network = session.labels.get("sandbox.network")
         raise SandboxError(f"{session.name} has no allowlist: its network is {network}",
@@ -3304,7 +3317,7 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def cmd_prune(args: argparse.Namespace) -> int:
     """Remove what a crash has left: proxies and volumes of no session, half-written files."""
-    met, engines = 0, candidates(load_config(flags_layer(args)))
+    met, engines = 0, engines_of(args)
     for engine in engines:
         with suppress(EngineProblem):
             prune_engine(engine, args.dry_run)
@@ -3684,6 +3697,10 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["network"], places["network"] = {"allow": args.allow}, "--allow"
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
+    if "envFile" in values:
+        values["envFile"] = [path if not path or path.startswith(("/", "~/"))
+                             else os.path.join(current_directory(), path)
+                             for path in values["envFile"]]
     return Layer(values, "flags", code=2, places=places)
 
 
@@ -3766,7 +3783,14 @@ def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     if command not in ("run", "config"):
         return parser_of(command).parse_args(words)
     options, command_words, agent_args = split_command(words)
-    args = parser_of(command).parse_args(options)
+    parser = parser_of(command)
+    args, more = parser.parse_known_args(options)
+    if more and not more[0].startswith("-"):
+        wanted = ("-y" if more[0] in SHORTCUTS else "-x", *more)
+        raise SandboxError(f"unexpected words: {quote_all(more)}",
+                           f"to run that: sandbox run {quote_all(wanted)}", 2)
+    if more:
+        parser.error(f"unrecognized arguments: {quote_all(more)}")
     if args.command:
         raise SandboxError(f"-x{args.command}: a space is missing",
                            'for example: -x bash, or -x "make test"', 2)
@@ -3799,7 +3823,7 @@ def complete(words: Sequence[str]) -> list[str]:
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     name = before in KEYS["containerName"].flags
     if name or command == "rm" or (command == "net" and len(words) == 3):
-        return [row["name"] for row in list_sessions(candidates(load_config()))]
+        return [row["name"] for row in list_sessions(engines_of())]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -3848,8 +3872,9 @@ def dispatch(argv: Sequence[str]) -> int:
     if command.startswith("-"):
         command, rest = "run", argv
     if command not in COMMANDS:
-        raise SandboxError(f"there is no command {command!r}{nearest(command, COMMANDS)}",
-                           "sandbox --help lists them", 2)
+        hint = f"to start {AGENTS[SHORTCUTS[command]].title}: sandbox run -y {command}" \
+            if command in SHORTCUTS else "sandbox --help lists them"
+        raise SandboxError(f"there is no command {command!r}{nearest(command, COMMANDS)}", hint, 2)
     try:
         args = argparse_of(command, rest)
         if getattr(args, "verbose", False):
