@@ -2469,10 +2469,61 @@ def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engi
 
 def remove_session(engine: Engine, session: Session) -> None:
     """Remove a container of ours, its anonymous volumes, its settings and its jobs."""
+    with suppress(OSError):  # first: this tells others who end with it, see check_removed()
+        os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
     forget_files(session.name)
-    with suppress(OSError):
-        os.unlink(memory_path(engine, session.name))
+
+
+def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
+    """The commands that run in a session, one for each of its tags but our `own`; not autostart."""
+    out = ""
+    if session.state == "running":
+        command = ["sh", "-c", asset("session/users.sh").decode()]
+        argv = engine.exec_argv(session.id or session.name, command, user=session.user)
+        with suppress(EngineProblem):
+            out = Output(argv).result(USERS_BYTES)[1]
+    found: dict[str, tuple[int, str]] = {}  # of each tag the first process
+    for line in out.split("\n"):
+        pid, tag, *words = (line + "  ").split(" ", 2)
+        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10 and tag not in own:
+            process = int(pid), printable(words[0])[:200].strip()
+            found[tag] = min(process, found.get(tag, process))
+    return [words for _, words in sorted(found.values())]
+
+
+USERS_BYTES = 1 << 20
+
+
+def may_remove(engine: Engine, session: Session, own: Container[str] = ()) -> bool:
+    """Ask a person whether a session that others use is to be removed; a script has decided."""
+    users = users_of(engine, session, own) if can_ask() else []
+    if not users:
+        return True
+    more = f" and {len(users) - 3} more" if len(users) > 3 else ""
+    say(f"{session.name} is in use: {'; '.join(users[:3])}{more}")
+    return ask_person("Remove it all the same? [y/N] ").lower() in ("y", "yes")
+
+
+def check_removed(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError where a session was removed by another command of ours.
+
+    As long as the note of it is there this costs no call of the engine.
+    """
+    known = recall([engine], session.name)
+    if known and known[1].id == session.id:
+        return
+    for _ in range(REMOVAL_STEPS):
+        state, _ = end_of(engine, session, status)
+        if not state:
+            raise SandboxError(f"the session {session.name} was removed by another command",
+                               code=status)
+        if state == "running":  # the note could not be written
+            return
+        time.sleep(0.1)
+
+
+REMOVAL_STEPS = 50
 
 
 def remove_container(engine: Engine, session: Session) -> None:
@@ -2721,6 +2772,7 @@ class RunRequest:
         self.engines = candidates(self.config)
         self.session: Session | None = None
         self.fresh = False  # whether this run has started the container
+        self.tags: list[str] = []  # of what it has run
         if self.name:
             known = recall(self.engines, self.name)
             if not known:
@@ -3269,7 +3321,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     try:
         return converse(request, engine, session)
     finally:
-        if args.rm_on_exit:
+        if args.rm_on_exit and may_remove(engine, session, request.tags):
             remove_session(engine, session)
 
 
@@ -3285,7 +3337,10 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         say(f"made the session {session.name}; to come back: {way_back(request, engine, session)}")
     while True:
         since, tag = time.time(), random_id()
+        request.tags.append(tag)
         status = run_command(engine, session, request, command, tag)
+        if status:
+            check_removed(engine, session, status)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
@@ -3294,11 +3349,15 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox rm {session.name}, then run this again")
-        again = ask_next_command(request, engine, session, command) if asks else None
+        again = (ask_next_command(request, engine, session, command, status) if asks
+                 else None)
         if again is None:
             return status
         if not again:
-            remove_session(engine, session)
+            if may_remove(engine, session, request.tags):
+                remove_session(engine, session)
+            else:
+                say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
         command = again
 
@@ -3330,9 +3389,12 @@ def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
     return quote_all([*words, "--", *AGENTS[request.agent].resume])
 
 
-def ask_next_command(request: RunRequest, engine: Engine, session: Session,
-                     command: list[str]) -> list[str] | None:
-    """What the person wants next: a command, [] to remove the container, None to leave it."""
+def ask_next_command(request: RunRequest, engine: Engine, session: Session, command: list[str],
+                     status: int) -> list[str] | None:
+    """What the person wants next: a command, [] to remove the container, None to leave it.
+
+    Raises SandboxError, with the status of the last command, when it was removed meanwhile.
+    """
     resume = compose(request.base(), AGENTS[request.agent].resume) if request.agent else []
     say(f"the container {session.name} is still there")
     while True:
@@ -3341,6 +3403,7 @@ def ask_next_command(request: RunRequest, engine: Engine, session: Session,
             answer = ask_person("Keep it? [y] ").lower()
         except KeyboardInterrupt:  # most often meant for the command that has just ended
             answer = print(file=sys.stderr) or ""
+        check_removed(engine, session, status)
         if answer in ("", "y"):
             say(f"kept; to come back: {way_back(request, engine, session)}")
             return None
@@ -3356,6 +3419,8 @@ def cmd_rm(args: argparse.Namespace) -> int:
     for name in args.names:
         try:
             engine, session = find_given(engines, name, "rm")
+            if not (args.in_use or may_remove(engine, session)):
+                raise SandboxError(f"{name} was left as it is")
             remove_session(engine, session)
             print(name)
         except EngineProblem:
@@ -3769,6 +3834,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
+    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),
@@ -3943,7 +4009,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
             cmd_run),
     "ps": ("list sessions", "json quiet", cmd_ps),
-    "rm": ("remove containers", "names", cmd_rm),
+    "rm": ("remove containers", "names in_use", cmd_rm),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),

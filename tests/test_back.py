@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import PYTHON, Engine, Terminal, unique_name, write_config
-from test_engines import container_names, inspect, wait_for
+from test_engines import container_names, inspect, sleeping, wait_for
 
 PROMPT = "Keep it? [y] "
 
@@ -189,6 +189,87 @@ def test_nothing_is_asked_after_an_answer(engine: Engine, agents: Path, name: st
     with engine.pty("run", "--new", *words, cols=200) as terminal:
         assert terminal.wait() == 0
     assert "made the session " in terminal.output and PROMPT not in terminal.output
+
+
+# --- A session that others use ---
+
+WORK = "echo at work; sleep 98765; :"
+GONE = "the session {} was removed by another command"
+
+
+def test_rm_asks_who_would_lose_something_and_tells_them(engine: Engine, project: Path, home: Path,
+                                                         name: str) -> None:
+    run = ("run", "-n", name, "-x")
+    assert engine.sandbox(*run, "true").returncode == 0
+    with (engine.popen(*run, WORK) as script, engine.pty(*run, "sleep 98764; :") as person,
+          engine.pty("run", "-n", name) as menu):
+        assert script.stdout and script.stdout.readline() == "at work\n"
+        wait_for(lambda: sleeping(engine, name, "98764") == 1)
+        menu.send("exit\n")
+        menu.expect(PROMPT)
+        for answer, status in (("\n", 1), ("n\n", 1), ("y\n", 0)):
+            with engine.pty("rm", name, cols=250) as rm:
+                used = rm.expect("Remove it all the same? [y/N] ")
+                assert f"{name} is in use: " in used and used.count(";") == 4
+                assert f"sh -c {WORK}" in used and "sh -c sleep 98764; :" in used
+                assert name in container_names(engine)
+                rm.send(answer)
+                assert rm.wait() == status
+            assert (name in container_names(engine)) is bool(status)
+        _, err = script.communicate(timeout=30)
+        assert script.returncode and err.splitlines()[-1] == f"sandbox: {GONE.format(name)}"
+        person.expect(GONE.format(name))
+        assert person.wait() == script.returncode
+        menu.send("y\n")
+        menu.expect(GONE.format(name))
+        assert menu.wait() == 0 and "kept" not in menu.output
+
+
+def test_a_script_and_force_ask_nothing(engine: Engine, project: Path, home: Path,
+                                        name: str) -> None:
+    for force in ((), ("-f",), ("--force",)):
+        with engine.popen("run", "-n", name, "-x", WORK) as other:
+            assert other.stdout and other.stdout.readline() == "at work\n"
+            if force:
+                with engine.pty("rm", *force, name) as rm:
+                    assert rm.wait() == 0 and "in use" not in rm.output
+            else:
+                removed = engine.sandbox("rm", name)
+                assert (removed.returncode, removed.stderr) == (0, "")
+            assert GONE.format(name) in other.communicate(timeout=30)[1]
+
+
+def test_nobody_is_asked_for_what_is_his_own(engine: Engine, project: Path, home: Path,
+                                             name: str) -> None:
+    """What a run leaves behind is no other's, nor is what autostart has started."""
+    write_config(home, autostart="sleep 98763")
+    left = "nohup sleep 98762 >/dev/null 2>&1 & echo left"
+    with engine.pty("run", "-n", name, "-x", left) as terminal:
+        terminal.expect("left")
+        terminal.expect(PROMPT)
+        terminal.send("n\n")
+        assert terminal.wait() == 0
+    assert "in use" not in terminal.output and name not in container_names(engine)
+    with engine.pty("run", "-n", name, "--rm-on-exit", "-x", left) as terminal:
+        assert terminal.wait() == 0
+    assert "in use" not in terminal.output and name not in container_names(engine)
+
+
+@pytest.mark.parametrize("options", [[], ["--rm-on-exit"]])
+def test_the_end_of_a_run_asks_for_others(engine: Engine, project: Path, home: Path, name: str,
+                                          options: list[str]) -> None:
+    with (engine.pty("run", "-n", name, *options, cols=200) as terminal,
+          engine.popen("run", "-n", name, "-x", WORK) as other):
+        assert other.stdout and other.stdout.readline() == "at work\n"
+        terminal.send("exit\n")
+        if not options:
+            terminal.expect(PROMPT)
+            terminal.send("n\n")
+        used = terminal.expect("Remove it all the same? [y/N] ")
+        assert f"{name} is in use: sh -c {WORK}\r\n" in used
+        terminal.send("n\n")
+        assert terminal.wait() == 0
+        assert sleeping(engine, name, "98765") == 1
 
 
 # --- What exists stays in reach ---
