@@ -60,7 +60,8 @@ class Agent:
     It is started as `program` with the arguments of a mode. `prompt` is how it answers one prompt
     without a terminal: with JSON events as they come, in a conversation that goes on (all begin
     one where there is none). A prompt that begins with a dash is no option there, and stdin is
-    empty, for some read it to its end first.
+    empty, for some read it to its end first. `headless` are the words that make it do the same
+    for who calls it.
     `env` goes to all that runs in a session, `yolo_env` where the agent is the session's, and
     `version_env` makes it tell its version sooner. `init` takes the credentials in `files` (below
     the home directory, each with the option of its mount), which the variable `moved` has moved
@@ -69,7 +70,7 @@ class Agent:
     """
 
     def __init__(self, program: str, title: str, shortcuts: str = "", *, yolo: str = "",
-                 resume: str, prompt: str, env: Mapping[str, str] = {},
+                 resume: str, prompt: str, headless: str = "", env: Mapping[str, str] = {},
                  yolo_env: Mapping[str, str] = {}, version_env: Mapping[str, str] = {},
                  files: str = "", moved: str = "", variables: str = "", turn: str = "",
                  events: str = "") -> None:
@@ -77,7 +78,7 @@ class Agent:
         self.shortcuts = [*shortcuts.split(), program]
         self.yolo = [program, *yolo.split()]
         self.resume = resume.split()
-        self.prompt = f"{program} {prompt}"
+        self.prompt, self.headless = f"{program} {prompt}", headless.split()
         self.env, self.yolo_env, self.version_env = env, yolo_env, version_env
         self.files, self.moved, self.variables = files.split(), moved, variables.split()
         self.turn = turn.split()
@@ -95,7 +96,7 @@ AGENTS = {agent.program: agent for agent in (
     Agent("claude", "Claude Code", "c cc agent-a", yolo="--dangerously-skip-permissions",
           resume="-c",
           prompt="-p --continue --output-format stream-json --verbose --include-partial-messages"
-                 " --dangerously-skip-permissions -- {prompt}",
+                 " --dangerously-skip-permissions -- {prompt}", headless="-p --print",
           env={"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"},
           files=".claude/.credentials.json", moved="CLAUDE_CONFIG_DIR",
           variables="ANTHROPIC_BASE_URL ANTHROPIC_AUTH_TOKEN ANTHROPIC_API_KEY"
@@ -105,6 +106,7 @@ AGENTS = {agent.program: agent for agent in (
           turn="system result session_id usage"),
     Agent("gemini", "Gemini CLI", "gm g agent-b", yolo="--yolo", resume="-r",
           prompt="--prompt={prompt} --resume latest --output-format stream-json --yolo",
+          headless="-p --prompt",
           env={"GEMINI_CLI_TRUST_WORKSPACE": "true"},
           version_env={"GEMINI_CLI_NO_RELAUNCH": "true"},  # or it starts itself twice
           files=".gemini/oauth_creds.json .gemini/google_accounts.json .gemini/settings.json:ro",
@@ -114,12 +116,12 @@ AGENTS = {agent.program: agent for agent in (
     Agent("codex", "Codex", "cx agent-c", yolo="--dangerously-bypass-approvals-and-sandbox",
           resume="resume --last",
           prompt="exec resume --last --json --skip-git-repo-check"
-                 " --dangerously-bypass-approvals-and-sandbox -- {prompt}",
+                 " --dangerously-bypass-approvals-and-sandbox -- {prompt}", headless="exec e",
           files=".codex/auth.json .codex/config.toml:ro", moved="CODEX_HOME",
           variables="OPENAI_API_KEY OPENAI_BASE_URL",
           turn="turn.started turn.completed thread_id usage"),
     Agent("opencode", "OpenCode", "oc agent-d", resume="-c",
-          prompt="run --continue --format json -- {prompt}",
+          prompt="run --continue --format json -- {prompt}", headless="run",
           env={"OPENCODE_DISABLE_AUTOUPDATE": "true"},
           yolo_env={"OPENCODE_PERMISSION": '{"*":"allow"}'},
           files=".local/share/opencode/auth.json .config/opencode/opencode.json:ro",
@@ -600,7 +602,7 @@ KEYS = {key.name: key for key in (
         "publish a port, on 127.0.0.1 unless an address is given", kind="list", fixed=True),
     Key("env", an_environment, "-e --env", "NAME[=VALUE]",
         "a variable, by name alone with the value it has here", kind="object", setting=True),
-    Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file, absolute path",
+    Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file",
         kind="list"),
     Key("imageVersion", an_image_version, "--iv --image-version", "VERSION",
         "version of the image", of="run build", default=IMAGE_VERSION, fixed=True,
@@ -658,6 +660,8 @@ class Layer:
     def __init__(self, values: Mapping[str, Any], origin: str, prefix: str = "", code: int = 1, *,
                  places: Mapping[str, str] | None = None) -> None:
         self.origin, self.prefix, self.places = origin, prefix, places or {}
+        # What -e has named: NAME with the value that it has here, NAME= with another one.
+        self.variables: list[str] = []
         self.values: dict[str, Any] = {}
         for name, value in values.items():
             place = self.source(name)
@@ -714,6 +718,9 @@ def merge_env(layers: Sequence[Layer],
     env: dict[str, tuple[Any, str]] = {}
     for layer in layers:
         for path in layer.values.get("envFile", ()):
+            if layer.origin == "created" and not os.path.exists(path):
+                say(f"{path}, an env file that the session was created with, is gone")
+                continue
             env.update((n, (v, f"{path}:{line}")) for n, (v, line) in read(path).items())
     for layer in layers:
         for name, value in layer.values.get("env", {}).items():
@@ -1833,6 +1840,20 @@ def candidates(config: Config) -> list[Engine]:
     return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
 
 
+def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
+    """The engines of a command on what exists: a mistake in the file does not keep it from that."""
+    flags = flags_layer(args) if args else None
+    try:
+        return candidates(load_config(flags))
+    except SandboxError as error:
+        kept: dict[str, Any] = {}
+        with suppress(SandboxError, KeyError):  # with a mistake elsewhere this one still counts
+            kept = Layer({"runtime": read_config()["runtime"]}, "file").values
+        engines = candidates(load_config(flags, data=kept))
+        say(error.message)
+        return engines
+
+
 def first_answer(engines: Sequence[Engine],
                  start: Callable[[Engine], Output]) -> tuple[Engine, int, str, str]:
     """The first engine that answers a call, and status, stdout, stderr. Raises EngineProblem."""
@@ -1945,6 +1966,13 @@ class Session:
             raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
 
 
+    def variables(self) -> list[str]:
+        """The variables that -e gave it at its creation, without their values: Layer.variables."""
+        self.created()  # raises
+        names = parse_json(self.labels["sandbox.created"]).get("variables")
+        return [name for name in names if is_text(name)] if isinstance(names, list) else []
+
+
 class NotASession(SandboxError):
     """A container that is none of our sessions: somebody else's, or the proxy of one."""
 
@@ -2021,6 +2049,8 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
     if profile is None and session.profile in data.get("runs", {}):
         profile = session.profile
     _, kept = session.created()
+    env = {name: os.environ[name] for name in session.variables() if name in os.environ}
+    kept |= {"env": env} if env else {}
     created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
     # Without agentPromptCommand: it may be '' there.
     settings = {name: settings[name] for name in settings if name != "agentPromptCommand"}
@@ -2137,11 +2167,11 @@ def agent_of(command: str | Sequence[str]) -> str:
 
 
 def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) -> dict[str, str]:
-    """The labels that make a container a session; nothing secret is in them."""
+    """The labels that make a container a session; no value of a variable is in them."""
     agent = config.get("yolo") or (agent_of(config.get("command")) if config.get("command") else "")
     # not the directory: where a later run comes from does not change it
     kept = {name: value for name, value in flags.values.items()
-            if KEYS[name].fixed and name != "hostPath"}
+            if (KEYS[name].fixed and name != "hostPath") or name == "envFile"}
     if agent:
         kept |= {key.name: config.get(key.name) for key in KEYS.values()
                  if key.excludes and config.get(key.name)}
@@ -2149,7 +2179,8 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
-        "sandbox.created": to_json({"spec": spec, "flags": kept}, separators=(",", ":"))}
+        "sandbox.created": to_json({"spec": spec, "flags": kept, "variables": flags.variables},
+                                   separators=(",", ":"))}
 
 
 def limits() -> list[Key]:
@@ -2341,6 +2372,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
 def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
                      spec: Mapping[str, Any]) -> Session:
     """Create a session anew as configured now; where that fails the old one is there, stopped."""
+    flags.variables = flags.variables or session.variables()
     stop_session(engine, session)
     engine.ask(engine.argv("rename", session.id, f"{session.name}.{random_id()}"))
     try:
@@ -2453,10 +2485,61 @@ def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engi
 
 def remove_session(engine: Engine, session: Session) -> None:
     """Remove a container of ours, its anonymous volumes, its settings and its jobs."""
+    with suppress(OSError):  # first: this tells others who end with it, see check_removed()
+        os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
     forget_files(session.name)
-    with suppress(OSError):
-        os.unlink(memory_path(engine, session.name))
+
+
+def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
+    """The commands that run in a session, one for each of its tags but our `own`; not autostart."""
+    out = ""
+    if session.state == "running":
+        command = ["sh", "-c", asset("session/users.sh").decode()]
+        argv = engine.exec_argv(session.id or session.name, command, user=session.user)
+        with suppress(EngineProblem):
+            out = Output(argv).result(USERS_BYTES)[1]
+    found: dict[str, tuple[int, str]] = {}  # of each tag the first process
+    for line in out.split("\n"):
+        pid, tag, *words = (line + "  ").split(" ", 2)
+        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10 and tag not in own:
+            process = int(pid), printable(words[0])[:200].strip()
+            found[tag] = min(process, found.get(tag, process))
+    return [words for _, words in sorted(found.values())]
+
+
+USERS_BYTES = 1 << 20
+
+
+def may_remove(engine: Engine, session: Session, own: Container[str] = ()) -> bool:
+    """Ask a person whether a session that others use is to be removed; a script has decided."""
+    users = users_of(engine, session, own) if can_ask() else []
+    if not users:
+        return True
+    more = f" and {len(users) - 3} more" if len(users) > 3 else ""
+    say(f"{session.name} is in use: {'; '.join(users[:3])}{more}")
+    return ask_person("Remove it all the same? [y/N] ").lower() in ("y", "yes")
+
+
+def check_removed(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError where a session was removed by another command of ours.
+
+    As long as the note of it is there this costs no call of the engine.
+    """
+    known = recall([engine], session.name)
+    if known and known[1].id == session.id:
+        return
+    for _ in range(REMOVAL_STEPS):
+        state, _ = end_of(engine, session, status)
+        if not state:
+            raise SandboxError(f"the session {session.name} was removed by another command",
+                               code=status)
+        if state == "running":  # the note could not be written
+            return
+        time.sleep(0.1)
+
+
+REMOVAL_STEPS = 50
 
 
 def remove_container(engine: Engine, session: Session) -> None:
@@ -2898,10 +2981,11 @@ class RunRequest:
         data = read_config()
         self.config = load_config(self.flags, args.profile, data=data)
         current_directory()  # raises when it is gone
-        self.name = self.config.get("containerName") or ""
+        self.name = "" if args.new else self.config.get("containerName") or ""
         self.engines = candidates(self.config)
         self.session: Session | None = None
         self.fresh = False  # whether this run has started the container
+        self.tags: list[str] = []  # of what it has run
         if self.name:
             known = recall(self.engines, self.name)
             if not known:
@@ -2921,6 +3005,10 @@ class RunRequest:
                 check_mounts(self.spec)
             check_spec(self.spec)
         self.env = exec_env(self.config, self.spec)
+        given = self.session.variables() if self.session and self.agent else []
+        if lost := [name for name in (item.rstrip("=") for item in given) if name not in self.env]:
+            say(f"{self.name} was created with -e {' '.join(lost)}, whose value is not kept: "
+                "give it again")
 
     def adopt(self, session: Session, data: Mapping[str, Any]) -> None:
         """Take profile, flags and directory from a session, and say in what it differs."""
@@ -2957,6 +3045,15 @@ class RunRequest:
     @property
     def agent(self) -> str:
         return self.config.get("yolo") or agent_of(self.base())
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether an agent is only asked for an answer, and there is nothing to come back to."""
+        base, args = self.base(), self.args.agent_args
+        words = {word.partition("=")[0]
+                 for word in [*(base.split() if isinstance(base, str) else base), *args]}
+        passing = {"--version", "-v", "-V", "--help", "-h"}
+        return bool(self.agent and words & passing.union(AGENTS[self.agent].headless))
 
 
 def check_isolation(session: Session, have: Any, want: Any) -> None:
@@ -3376,9 +3473,49 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
     return engine, session
 
 
+def choose_session(args: argparse.Namespace) -> None:
+    """Where no name is given, ask which session of the directory is meant; not without a terminal.
+
+    The name that was chosen becomes that of -n.
+    """
+    if args.new or args.rm_on_exit or not (on_terminal() and can_ask()):
+        return
+    config = load_config(flags_layer(args), args.profile)
+    here = [] if config.get("containerName") else sessions_here(config, args)
+    about = [f"{row['name']} ({row['labels'].get('sandbox.agent') or 'no agent'}, {row['state']}, "
+             f"of {row['created'].replace('T', ' ')[:16]})" for row in here]
+    if len(here) == 1:
+        question = f"Go on in {about[0]}? [Y/n] "
+    else:
+        for number, line in enumerate(about, 1):
+            print(f"{number:3}  {printable(line)}", file=sys.stderr)
+        question = "Go on in which of them? [1], n for a new one: "
+    choices = {str(number): row["name"] for number, row in enumerate(here, 1)}
+    while here and not (args.new or args.containerName):
+        answer = ask_person(printable(question)).lower()
+        args.new = answer == "n"
+        args.containerName = choices.get("1" if answer in ("", "y") else answer)
+
+
+def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The sessions that a run with this configuration may go on in, the newest first."""
+    found, data, flags = [], read_config(), flags_layer(args)
+    for row in list_containers(candidates(config))[1]:
+        session = Session(row["name"], row["state"], row["labels"])
+        with suppress(SandboxError):  # broken, or with another network than is asked for
+            have, _ = session.created()
+            ours = session.user.split(":")[0] in ("0", str(os.getuid())) and not is_proxy(row)
+            if ours and have["directory"] == config.get("hostPath"):
+                want = session_config(session, None, flags, args.profile, data).get("network")
+                check_isolation(session, have["network"], want)
+                found.append(row)
+    return sorted(found, key=lambda row: str(row["created"]), reverse=True)
+
+
 def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
     try:
+        with_remedies(partial(choose_session, args), args.yes)
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
                                 args.yes)
         if (not request.looked and request.session
@@ -3407,7 +3544,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     try:
         return converse(request, engine, session)
     finally:
-        if args.rm_on_exit:
+        if args.rm_on_exit and may_remove(engine, session, request.tags):
             remove_session(engine, session)
 
 
@@ -3416,10 +3553,17 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
     base = request.base()
     command = compose(base, request.args.agent_args)
     lasts = not request.session or request.agent or base is SHELL
-    asks = lasts and on_terminal() and not request.args.rm_on_exit
+    asks = (lasts and on_terminal() and can_ask() and not request.args.rm_on_exit
+            and not request.is_passing)
+    made = not request.session and (request.args.new or not request.config.get("containerName"))
+    if made and not asks and not request.args.rm_on_exit:
+        say(f"made the session {session.name}; to come back: {way_back(request, engine, session)}")
     while True:
         since, tag = time.time(), random_id()
+        request.tags.append(tag)
         status = run_command(engine, session, request, command, tag)
+        if status:
+            check_removed(engine, session, status)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
@@ -3428,11 +3572,15 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox rm {session.name}, then run this again")
-        again = ask_next_command(request, session, command) if asks else None
+        again = (ask_next_command(request, engine, session, command, status) if asks
+                 else None)
         if again is None:
             return status
         if not again:
-            remove_session(engine, session)
+            if may_remove(engine, session, request.tags):
+                remove_session(engine, session)
+            else:
+                say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
         command = again
 
@@ -3440,8 +3588,36 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 
-def ask_next_command(request: RunRequest, session: Session, command: list[str]) -> list[str] | None:
-    """What the person wants next: a command, [] to remove the container, None to leave it."""
+def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
+    """The command that goes on after a run: with all that the session does not remember itself."""
+    (_, kept), known, flags = session.created(), session.variables(), request.flags
+    words = ["sandbox", "run", "-n", session.name]
+    profile, default = request.config.profile, load_config().get("runtime")
+    if engine.name != (default or next(filter(program, ENGINES), "")):
+        words += ["--rt", engine.name]
+    words += ["-r", profile] if profile not in ("", session.profile) else []
+    words += each("--ef", (path for path in flags.values.get("envFile", ())
+                           if path not in kept.get("envFile", ())))
+    for name, value in flags.values.get("env", {}).items():
+        if name in flags.variables or is_secret(name, value) or printable(value) != value:
+            words += ["-e", name] if name not in known else []
+        else:
+            words += ["-e", f"{name}={value}"]
+    if not request.agent:
+        return quote_all(words)
+    if (yolo := request.config.get("yolo")) != kept.get("yolo"):
+        words += ["-y", AGENTS[yolo].shortcuts[0]] if yolo else []
+    if (command := request.config.get("command")) != kept.get("command"):
+        words += ["-x", *([command] if isinstance(command, str) else command)] if command else []
+    return quote_all([*words, "--", *AGENTS[request.agent].resume])
+
+
+def ask_next_command(request: RunRequest, engine: Engine, session: Session, command: list[str],
+                     status: int) -> list[str] | None:
+    """What the person wants next: a command, [] to remove the container, None to leave it.
+
+    Raises SandboxError, with the status of the last command, when it was removed meanwhile.
+    """
     resume = compose(request.base(), AGENTS[request.agent].resume) if request.agent else []
     say(f"the container {session.name} is still there")
     while True:
@@ -3450,11 +3626,9 @@ def ask_next_command(request: RunRequest, session: Session, command: list[str]) 
             answer = ask_person("Keep it? [y] ").lower()
         except KeyboardInterrupt:  # most often meant for the command that has just ended
             answer = print(file=sys.stderr) or ""
+        check_removed(engine, session, status)
         if answer in ("", "y"):
-            agent = AGENTS[request.agent] if resume else None
-            yolo = f" -y {agent.shortcuts[0]}" if agent and request.agent != session.agent else ""
-            args = f" -- {quote_all(agent.resume)}" if agent else ""
-            say(f"kept; to come back: sandbox run -n {session.name}{yolo}{args}")
+            say(f"kept; to come back: {way_back(request, engine, session)}")
             return None
         if answer == "x" and (line := ask_person("Command: ")):
             return compose(line, [])
@@ -3464,10 +3638,12 @@ def ask_next_command(request: RunRequest, session: Session, command: list[str]) 
 
 
 def cmd_rm(args: argparse.Namespace) -> int:
-    status, engines = 0, candidates(load_config(flags_layer(args)))
+    status, engines = 0, engines_of(args)
     for name in args.names:
         try:
             engine, session = find_given(engines, name, "rm")
+            if not (args.in_use or may_remove(engine, session)):
+                raise SandboxError(f"{name} was left as it is")
             remove_session(engine, session)
             print(name)
         except EngineProblem:
@@ -3479,7 +3655,7 @@ def cmd_rm(args: argparse.Namespace) -> int:
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
-    rows = list_sessions(candidates(load_config(flags_layer(args))))
+    rows = list_sessions(engines_of(args))
     if args.json:
         print(to_json(rows, indent=2))
     elif args.quiet:
@@ -3501,8 +3677,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def cmd_net(args: argparse.Namespace) -> int:
-    engines = candidates(load_config(flags_layer(args)))
-    engine, session = find_given(engines, args.session, "net")
+    engine, session = find_given(engines_of(args), args.session, "net")
     if not session.proxy:
         network = session.labels.get("sandbox.network")
         raise SandboxError(f"{session.name} has no allowlist: its network is {network}",
@@ -3527,7 +3702,7 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def cmd_prune(args: argparse.Namespace) -> int:
     """Remove what a crash has left: proxies and volumes of no session, half-written files."""
-    met, engines = 0, candidates(load_config(flags_layer(args)))
+    met, engines = 0, engines_of(args)
     for engine in engines:
         with suppress(EngineProblem):
             prune_engine(engine, args.dry_run)
@@ -3878,6 +4053,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
     "allow_engine_socket": ("--allow-engine-socket",
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
+    "new": ("--new", FLAG | {"help": "make another session, whatever the directory has, unasked"}),
     "rm_on_exit": ("--rm-on-exit", FLAG | {"help": "remove the container when the command ends"}),
     "reveal": ("--reveal", FLAG | {"help": "print passwords and secret values"}),
     "json": ("--json", FLAG | {"help": "print JSON"}),
@@ -3885,6 +4061,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
+    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),
@@ -3904,6 +4081,8 @@ def flags_layer(args: argparse.Namespace) -> Layer:
     places = {key.name: key.flags[0] for key in KEYS.values() if key.flags}
     if "env" in values:
         values["env"] = env_flags(values["env"])
+    if getattr(args, "new", False) and "containerName" in values:
+        raise SandboxError("--new does not go together with -n", "keep one of them", 2)
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
@@ -3911,7 +4090,13 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["network"], places["network"] = {"allow": args.allow}, "--allow"
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
-    return Layer(values, "flags", code=2, places=places)
+    if "envFile" in values:
+        values["envFile"] = [path if not path or path.startswith(("/", "~/"))
+                             else os.path.join(current_directory(), path)
+                             for path in values["envFile"]]
+    layer = Layer(values, "flags", code=2, places=places)
+    layer.variables = ["".join(item.partition("=")[:2]) for item in getattr(args, "env", ())]
+    return layer
 
 
 def env_flags(items: Sequence[str]) -> dict[str, str]:
@@ -3993,7 +4178,14 @@ def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     if command not in ("run", "config"):
         return parser_of(command).parse_args(words)
     options, command_words, agent_args = split_command(words)
-    args = parser_of(command).parse_args(options)
+    parser = parser_of(command)
+    args, more = parser.parse_known_args(options)
+    if more and not more[0].startswith("-"):
+        wanted = ("-y" if more[0] in SHORTCUTS else "-x", *more)
+        raise SandboxError(f"unexpected words: {quote_all(more)}",
+                           f"to run that: sandbox run {quote_all(wanted)}", 2)
+    if more:
+        parser.error(f"unrecognized arguments: {quote_all(more)}")
     if args.command:
         raise SandboxError(f"-x{args.command}: a space is missing",
                            'for example: -x bash, or -x "make test"', 2)
@@ -4026,7 +4218,7 @@ def complete(words: Sequence[str]) -> list[str]:
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     name = before in KEYS["containerName"].flags
     if name or command == "rm" or (command == "net" and len(words) == 3):
-        return [row["name"] for row in list_sessions(candidates(load_config()))]
+        return [row["name"] for row in list_sessions(engines_of())]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -4038,13 +4230,13 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = "profile allow allow_engine_socket rm_on_exit yes verbose"
+RUN_OPTIONS = "profile new allow allow_engine_socket rm_on_exit yes verbose"
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
             cmd_run),
     "ps": ("list sessions", "json quiet", cmd_ps),
-    "rm": ("remove containers", "names", cmd_rm),
+    "rm": ("remove containers", "names in_use", cmd_rm),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),
@@ -4075,8 +4267,9 @@ def dispatch(argv: Sequence[str]) -> int:
     if command.startswith("-"):
         command, rest = "run", argv
     if command not in COMMANDS:
-        raise SandboxError(f"there is no command {command!r}{nearest(command, COMMANDS)}",
-                           "sandbox --help lists them", 2)
+        hint = f"to start {AGENTS[SHORTCUTS[command]].title}: sandbox run -y {command}" \
+            if command in SHORTCUTS else "sandbox --help lists them"
+        raise SandboxError(f"there is no command {command!r}{nearest(command, COMMANDS)}", hint, 2)
     try:
         args = argparse_of(command, rest)
         if getattr(args, "verbose", False):

@@ -23,8 +23,8 @@ All that it uses of sandbox.py (a test compares this list with the code):
         read_settings write_settings lock_settings AGENTS options_of
     engines: Engine Image candidates missing_image
     sessions: Session find_session list_sessions create_session recreate_session start_session
-        stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
-        differences git_of
+        stop_session remove_session users_of forget_files generated_name spec_of check_spec
+        check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
     processes: spawn wait_for Output end_on_signals
@@ -1159,6 +1159,12 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     return json_answer(session_data(session, engine))
+
+
+def get_users(_app: App, _request: Request, params: Params) -> Answer:
+    """What would end with the session: the commands of all who use it."""
+    engine, session = find(params["session"])
+    return json_answer({"users": sandbox.users_of(engine, session)})
 
 
 def delete_session(app: App, _request: Request, params: Params) -> Answer:
@@ -2306,6 +2312,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
     ("DELETE", SESSION, delete_session),
+    ("GET", SESSION + "/users", get_users),
     ("POST", SESSION + "/start", post_start),
     ("POST", SESSION + "/stop", post_stop),
     ("POST", SESSION + "/recreate", post_recreate),
