@@ -3,7 +3,8 @@
     sandbox run -y c                 Claude Code on the current directory, in a new container
     sandbox run -n demo -- -c        continue the agent's conversation in the container "demo"
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
-    sandbox ps | rm | net | prune | build | doctor | init | config | serve | completion
+    sandbox ps | attach | logs | stop | start | cp | rm | net | prune | build | doctor | init
+    sandbox config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
 ~/.sandbox/env/*.env by convention the env files, static/image/ what goes into the image.
@@ -44,6 +45,8 @@ LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, re
 FULL_BYTES = 50_000_000
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
 RESIZE_AGAIN_SECONDS = 0.5
+KEY_SECONDS = 0.5  # for which the first of the keys that detach waits for the next one
+NUDGE_SECONDS = 0.1
 ENVIRONMENT_BYTES = 128 * 1024 - 16  # the kernel's limit for one string of an environment
 MASK = "<masked>"
 
@@ -334,7 +337,7 @@ def check_env_name(name: str) -> None:
     """Raise ValueError unless a shell could export the name."""
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"{name!r} is not a name of a variable: letters, digits and _ only")
-    if name in ("SANDBOX_ENV", "SANDBOX_EXEC", "SANDBOX_AUTOSTART"):
+    if name in ("SANDBOX_ENV", "SANDBOX_EXEC", "SANDBOX_AUTOSTART", "SANDBOX_HOLD"):
         raise ValueError(f"{name} is reserved")
 
 
@@ -529,6 +532,9 @@ a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m 
                   then=str.lower)
 a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True, then=int)
 a_build_argument = matching(r"[A-Za-z_]\w*=.*", "<NAME>=<value>")
+KEY_PATTERN = r"(ctrl-[a-z@[\\\]^_]|[!-+.-~-])"
+a_key_sequence = matching(rf"({KEY_PATTERN}(,{KEY_PATTERN})*)?",
+                          "keys such as ctrl-p,ctrl-q, or empty for none")
 a_host = matching(r"\[?[\w.:-]+\]?", "a host name", then=lambda text: text.lower().strip("[]"))
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
 
@@ -622,6 +628,7 @@ KEYS = {key.name: key for key in (
         fixed=True, setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("detachKeys", a_key_sequence, default="ctrl-\\,d"),
     Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
         default="admin", variable="SANDBOX_SERVER_USER"),
     Key("serverPass", a_word, "-P --password", "PASSWORD",
@@ -631,7 +638,8 @@ KEYS = {key.name: key for key in (
         kind="list", of="serve"),
     Key("runtime", an_engine, "--rt --runtime", "ENGINE",
         "{engines}; default: the first that answers",
-        of="run ps rm net prune build doctor serve", variable="SANDBOX_RUNTIME", above_file=True),
+        of="run ps attach logs stop start cp rm net prune build doctor serve",
+        variable="SANDBOX_RUNTIME", above_file=True),
 )}
 
 
@@ -957,7 +965,8 @@ class Output:
     terminal on which it could ask for a passphrase.
     """
 
-    def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> None:
+    def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
+                 env: Mapping[str, str] | None = None) -> None:
         """`seconds` from now it must have ended."""
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
@@ -965,7 +974,7 @@ class Output:
         null = os.open(os.devnull, os.O_RDONLY)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, fds={0: null, 1: out, 2: err}, own_group=self.leads)
+            self.pid = spawn(argv, env=env, fds={0: null, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
@@ -1353,6 +1362,7 @@ class Engine:
         "ping": ("ps", "-q"),  # fails where the engine cannot do anything
         "start": ("start",), "stop": ("stop", "-t", "5"), "unpause": ("unpause",),
         "restart": ("restart", "-t", "1"),  # starts it, too
+        "copy": ("cp",),  # takes what and where; one of them is ID:PATH
         "rename": ("rename",),  # takes the id and the new name
         "remove": ("rm", "-f", "-v"),  # one that runs, too, and its anonymous volumes
         "volumes": ("volume", "ls", "-q"),  # prints their names
@@ -2555,12 +2565,13 @@ def jobs_path(name: str) -> str:
 
 
 def forget_files(name: str) -> None:
-    """Remove what the web service keeps for a session."""
+    """Remove what is kept for a session: settings, jobs, records of terminals."""
     for path in (settings_path(name), f"{settings_path(name)}.lock"):
         with suppress(OSError):
             os.unlink(path)
-    if os.path.isdir(jobs_path(name)):
-        remove_tree(jobs_path(name))
+    for folder in (jobs_path(name), terminals_path(name)):
+        if os.path.isdir(folder):
+            remove_tree(folder)
 
 
 def remove_tree(path: str) -> None:
@@ -3155,14 +3166,20 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
         stdin=stdin, terminal=size is not None)
 
 
-def signal_tagged(engine: Engine, session: Session, tag: str, name: str,
-                  grace_seconds: int) -> None:
-    """Signal all that a tagged exec has started, where the engine answers."""
+def send_tagged(engine: Engine, session: Session, tag: str, name: str,
+                grace_seconds: int) -> Output:
+    """A signal for all that a tagged exec has started, begun."""
     command = ["sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag,
                str(grace_seconds)]
     argv = engine.exec_argv(session.id or session.name, command, user=session.user)
+    return Output(argv, CALL_SECONDS + grace_seconds)
+
+
+def signal_tagged(engine: Engine, session: Session, tag: str, name: str,
+                  grace_seconds: int) -> None:
+    """The same, and wait for it; where the engine does not answer that is no failure."""
     with suppress(EngineProblem):
-        Output(argv, CALL_SECONDS + grace_seconds).result()
+        send_tagged(engine, session, tag, name, grace_seconds).result()
 
 
 def on_terminal() -> bool:
@@ -3184,6 +3201,13 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     import signal
 
     terminal = on_terminal()
+    if request.args.background:
+        return start_held(engine, session, request, command, tag)
+    if terminal and not is_unheld(session):
+        try:
+            return run_held(engine, session, request, command, tag)
+        except CannotHold as error:
+            say(f"{error.message}; it ends with this one")
     argv = exec_argv(engine, session, request.workdir(), tag, command,
                      stdin=terminal or not os.isatty(0),
                      size=terminal_size(1) if terminal else None)
@@ -3277,6 +3301,653 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
     """The last lines of a container's own log, for a person."""
     _, out, err = Output(engine.logs_argv(session.id, tail=3)).result(LOG_TAIL_BYTES)
     return [line[:300] for line in (out + err).strip().splitlines()[-3:]]
+
+
+# --- Terminals ---
+# What runs on a terminal belongs to its session: a holder inside has the terminal, and clients
+# attach to it. What they speak, and why, is said in static/session/hold.py.
+
+HOLD = ["python3", "-I", "-S", "-c",
+        'import os, sys; argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1); '
+        'sys.argv[1:] = eval(argv); exec(source)']
+FRAME_BYTES = 65536  # no holder sends a longer one
+LIST_BYTES = 1 << 20
+
+
+@cache
+def hold_source() -> str:
+    """The holder's program, without its docstring and comments: it goes into each call."""
+    lines = asset("session/hold.py").decode().split('"""', 2)[2].splitlines()
+    return "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+
+
+def hold_argv(engine: Engine, session: Session, workdir: str, tag: str) -> list[str]:
+    """The engine call that starts a program on a terminal which is held, and is its first client.
+
+    Its environment is hold_environ(); the tag is the terminal's id, too.
+    """
+    return engine.exec_argv(
+        session.id or session.name, ["sh", "-c", exec_script(), "sandbox", "hold", "0", *HOLD],
+        user=session.user, workdir=workdir, stdin=True,
+        env=["SANDBOX_ENV", f"SANDBOX_EXEC={tag}", "SANDBOX_HOLD"])
+
+
+def attach_argv(engine: Engine, session: Session) -> list[str]:
+    """The engine call for the other things that the holder's program does; see hold_environ()."""
+    return engine.exec_argv(session.id or session.name, HOLD, user=session.user, stdin=True,
+                            env=["SANDBOX_HOLD"])
+
+
+def hold_environ(script: str, *words: object) -> dict[str, str]:
+    """The environment of such a call: env_script(), and what the holder's program is to do.
+
+    Not as arguments: in the session each process sees those of the others. Raises SandboxError.
+    """
+    hold = f"{[*map(str, words)]!r}\n{hold_source()}"
+    if len(os.fsencode(hold)) > ENVIRONMENT_BYTES:
+        raise SandboxError("the command is too long for a terminal", "put it into a file", 125)
+    return {**os.environ, "SANDBOX_HOLD": hold} | ({"SANDBOX_ENV": script} if script else {})
+
+
+def frame(kind: bytes, data: bytes = b"") -> bytes:
+    return kind + len(data).to_bytes(4, "big") + data
+
+
+class Frames:
+    """The frames in what a client of a holder prints, which anything in a session may forge."""
+
+    def __init__(self) -> None:
+        self.rest = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Kind and content of each whole frame. Raises ValueError for what is none."""
+        self.rest += data
+        frames, at = [], 0
+        while len(self.rest) - at >= 5:
+            size = int.from_bytes(self.rest[at + 1 : at + 5], "big")
+            if self.rest[at] not in b"hmosen" or size > FRAME_BYTES:
+                raise ValueError("it is no frame of a holder")
+            if len(self.rest) - at < 5 + size:
+                break
+            frames.append((bytes(self.rest[at : at + 1]), bytes(self.rest[at + 5 : at + 5 + size])))
+            at += 5 + size
+        del self.rest[:at]
+        return frames
+
+
+def numbers_of(data: bytes) -> list[int]:
+    """The numbers in a frame. Raises ValueError for one that no holder sends."""
+    numbers = [int(word) for word in data[:100].split()]
+    if not all(0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("it is no number of a holder")
+    return numbers
+
+
+class Held:
+    """A terminal as `list` of hold.py shows it; started and ended in seconds, -1 clients where the
+    holder is lost, None for what is not known.
+    """
+
+    def __init__(self, line: str) -> None:
+        """Raises ValueError for a line that is none."""
+        import re
+
+        found = re.fullmatch(r"([0-9a-f]{10}) (\d{1,11}\.\d{3}) (?:(\d{1,11}\.\d{3})|-) "
+                             r"(?:(\d{1,3})|-) (?:(\d{1,4})|-|(lost)) (?:(\d{1,4})|-) "
+                             r"(?:(\d{1,4})|-) (.*)", line, re.ASCII)
+        if not found:
+            raise ValueError("it describes no terminal")
+        self.id, self.title = found[1], printable(found[9])[:200]
+        self.started, self.ended = float(found[2]), float(found[3]) if found[3] else None
+        self.status, clients, self.rows, self.columns = (
+            int(found[at]) if found[at] else None for at in (4, 5, 7, 8))
+        self.clients = -1 if found[6] else clients
+
+    @property
+    def runs(self) -> bool:
+        return self.status is None and self.clients != -1
+
+
+def list_terminals(engine: Engine, session: Session) -> list[Held]:
+    """The terminals of a running session that are there, the oldest first."""
+    return read_terminals(ask_terminals(engine, session))
+
+
+def ask_terminals(engine: Engine, session: Session) -> Output:
+    """The question for the terminals of a session, begun."""
+    return Output(attach_argv(engine, session), env=hold_environ("", "list"))
+
+
+def read_terminals(asked: Output) -> list[Held]:
+    """The answer; [] where there is none, as in a session of an earlier version."""
+    terminals = []
+    for line in asked.result(LIST_BYTES)[1].split("\n"):
+        with suppress(ValueError):
+            terminals.append(Held(line))
+    return terminals
+
+
+class DetachKeys:
+    """Finds the keys that detach in what is typed, in each way in which terminals send keys."""
+
+    def __init__(self, keys: str) -> None:
+        self.keys = [key.encode() if len(key) == 1 else bytes([ord(key[5].upper()) & 31])
+                     for key in keys.split(",") if key]
+        self.found = 0
+        self.held = self.part = b""  # keys that may go on to be those, and a part of a key
+
+    def feed(self, data: bytes) -> tuple[bytes, bool]:
+        """What is for the program, and whether all keys have come."""
+        import re
+
+        data, self.part, passed = self.part + data, b"", b""
+        if not self.keys or not (self.held or self.keys[0] in data or b"\x1b[" in data):
+            return data, False
+        if part := re.search(rb"\x1b\[\d[\d;:]*\Z", data):
+            data, self.part = data[: part.start()], part[0]
+        for token in re.findall(rb"\x1b\[[0-?]*[@-~]|.", data, re.DOTALL):
+            key = key_of(token)
+            if key == self.keys[self.found]:
+                self.found, self.held = self.found + 1, self.held + token
+                if self.found == len(self.keys):
+                    return passed, True
+            elif self.found and not key:
+                self.held += token
+            else:  # the first key twice is that key once
+                twice = self.found == 1 and key == self.keys[0]
+                passed += token if twice else self.held + token
+                self.found, self.held = 0, b""
+        return passed, False
+
+    def give_up(self) -> bytes:
+        """What was held back: nothing has followed it for a moment."""
+        held, self.found, self.held, self.part = self.held + self.part, 0, b"", b""
+        return held
+
+
+def key_of(token: bytes) -> bytes:
+    """The byte that a key sends to a plain terminal, b"" for its release and for a lone Shift.
+
+    The token is a byte or a sequence of the kitty keyboard protocol or of xterm's modifyOtherKeys.
+    """
+    import re
+
+    found = re.fullmatch(rb"\x1b\[27;(\d{1,3});(\d{1,6})~|"
+                         rb"\x1b\[(\d{1,6})[:\d]*(?:;(\d{0,3})(?::(\d))?(?:;[:\d]*)?)?u", token)
+    if not found:
+        return token
+    code, modifiers = int(found[2] or found[3]), int(found[1] or found[4] or 1) - 1
+    if found[5] == b"3" or 57441 <= code <= 57454:
+        return b""
+    modifiers &= ~(64 | 128)  # Caps Lock and Num Lock
+    if code < 127 and modifiers in (0, 4):
+        return bytes([code & 31 if modifiers else code])
+    return token
+
+
+class Screen:
+    """What a program has switched on in our terminal, so that it can be switched off."""
+
+    ON = (b"7", b"8", b"25")  # these are on before: wrapping, repeating, the cursor
+    ALTERNATE = (b"47", b"1047", b"1049")
+
+    def __init__(self) -> None:
+        self.rest = b""
+        self.modes: dict[bytes, bool] = {}  # those that are not as before
+        self.keyboards = {False: 0, True: 0}  # pushed in the main and in the alternate screen
+        self.others: dict[bytes, bytes] = {}
+
+    @property
+    def alternate(self) -> bool:
+        return any(mode in self.modes for mode in self.ALTERNATE)
+
+    def scan(self, data: bytes) -> None:
+        import re
+
+        if not self.rest and b"\x1b" not in data:
+            return
+        data, self.rest = self.rest + data, b""
+        if part := re.search(rb"\x1b(\[[?<>=]?[\d;]{0,20} ?)?\Z", data):
+            self.rest = part[0]
+        for kind, numbers, last in re.findall(rb"\x1b(?:\[([?<>=]?)([\d;]*)(h|l|m|u| q))", data):
+            if kind == b"?" and last in b"hl":
+                for mode in numbers.split(b";"):
+                    self.modes.pop(mode, None)
+                    if (last == b"h") != (mode in self.ON) and len(self.modes) < 100:
+                        self.modes[mode] = last == b"h"
+            elif kind + last == b">u":
+                self.keyboards[self.alternate] += 1
+            elif kind + last == b"<u":
+                left = self.keyboards[self.alternate] - int(numbers[:3] or 1)
+                self.keyboards[self.alternate] = max(0, left)
+            elif kind + last == b"=u":
+                self.others[b"u"] = b"\x1b[=0u"
+            elif kind + last == b">m" and numbers[:1] == b"4":
+                self.others[b"m"] = b"\x1b[>4m"
+            elif kind + last == b" q":
+                self.others[b"q"] = b"\x1b[0 q"
+
+    def restore(self, left: bool) -> bytes:
+        """What brings the terminal back, for one that was `left` in the middle of anything."""
+        off = b"".join(b"\x1b[?" + mode + (b"l" if on else b"h") for mode, on in self.modes.items())
+        off = b"".join(self.others.values()) + self.pop(self.alternate) + off
+        off += self.pop(False) if self.alternate else b""
+        return b"\x1b\\\x1b[m\x1b(B\x1b>" + off + b"\r\n\x1b[J" if left else off
+
+    def pop(self, alternate: bool) -> bytes:
+        count = min(self.keyboards[alternate], 99)
+        return b"\x1b[<%du" % count if count else b""
+
+
+def without_questions(output: bytes) -> bytes:
+    """Output that was kept, without what a terminal would answer: nobody waits for it any more."""
+    import re
+
+    return re.sub(rb"\x05|\x1bZ|\x1b\[(?:[>=]?[\d;]*c|\??[\d;]*n|\??[\d;]*\$p|>[\d;]*q|\?u|[\d;]*x"
+                  rb"|(?:1[1-9]|2[01])[\d;]*t)|\x1bP[+$]q[^\x1b]*\x1b\\"
+                  rb"|\x1b\](?:4|5|1\d|21|52);[^\a\x1b]*\?(?:\a|\x1b\\)"
+                  rb"|\x1b_G[^\x1b;]*a=q[^\x1b]*\x1b\\", b"", output)
+
+
+def without_part(output: bytes) -> bytes:
+    """Output that may begin within a line or a sequence, from the next one on."""
+    ends = [at for at in (output.find(b"\n", 0, 4096), output.find(b"\x1b", 0, 4096)) if at >= 0]
+    return output[min(ends, default=0) :]
+
+
+class HungUp(BaseException):
+    """Our own terminal is gone."""
+
+
+class Attachment:
+    """Our terminal, or with `typing` False our stdout alone, joined to a terminal that a session
+    holds, through a client of the engine.
+
+    How it ended: `refused` is the reason why there is nothing to join, `ended` is True where the
+    program has ended, with `status` where that is known, `left` where we have left it. Else the
+    connection was lost or never made, and `code` is the status of the engine's client.
+    """
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], *, typing: bool,
+                 keys: str = "", kept: bool = False, follow: bool = True) -> None:
+        """`kept` output comes first; without `follow` nothing else does."""
+        self.typing, self.kept, self.follow = typing, kept, follow
+        self.keys, self.screen, self.frames = DetachKeys(keys), Screen(), Frames()
+        self.heard = self.ended = self.left = False
+        self.refused = ""
+        self.status: int | None = None
+        self.code = 0
+        self.position = self.until = 0  # of the output, and of what was kept of it
+        self.replay, self.cut = b"", False
+        self.input, self.errors = b"", b""
+        self.resized = False
+        self.waits: dict[str, float] = {}  # until when, by what is done then
+        stdin, self.to = os.pipe()
+        self.out, stdout = os.pipe()
+        self.err, stderr = os.pipe()
+        os.set_blocking(self.to, False)
+        try:
+            self.pid = spawn(argv, env=environ, fds={0: stdin, 1: stdout, 2: stderr},
+                             own_group=True)
+        except BaseException:
+            Output.close(self.to, self.out, self.err)
+            raise
+        finally:
+            Output.close(stdin, stdout, stderr)
+
+    def run(self, handlers: dict[int, Any]) -> None:
+        """Go on until one of the ends, with these handlers of signals."""
+        import signal
+
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(woken, False)
+
+        if self.typing:
+            import termios
+            import tty
+
+            handlers[signal.SIGWINCH] = lambda number, frame: setattr(self, "resized", True)
+            mode = termios.tcgetattr(0)
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        old = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        try:
+            if self.typing:
+                tty.setraw(0, termios.TCSANOW)
+            while self.step(woken):
+                pass
+        except HungUp:
+            self.left, self.code = True, 128 + signal.SIGHUP
+        finally:
+            with suppress(HungUp):
+                if os.isatty(1):
+                    self.write(self.screen.restore(self.left and self.typing))
+            if self.typing:
+                with suppress(termios.error):
+                    termios.tcsetattr(0, termios.TCSADRAIN, mode)
+            self.close()
+            signal.set_wakeup_fd(old)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            Output.close(woken, wake)
+
+    def hang_up(self, *_: object) -> None:
+        """Leave, whatever it waits for; also the handler of a signal."""
+        if not self.left:
+            self.left = True
+            raise HungUp
+
+    def step(self, woken: int) -> bool:
+        """Wait for something and do what it takes; False at the end."""
+        import select
+
+        poller = select.poll()
+        for fd in (self.out, self.err, woken):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        if self.typing and len(self.input) < 65536:
+            poller.register(0, select.POLLIN)
+        if self.input and self.to >= 0:
+            poller.register(self.to, select.POLLOUT)
+        left = min(self.waits.values(), default=0) - time.monotonic()
+        ready = [fd for fd, _ in poller.poll(max(0, left) * 1000 if self.waits else None)]
+        self.look_at_clock()
+        if woken in ready:
+            os.read(woken, 4096)
+        if self.resized:
+            self.resized = False
+            self.send(b"r", self.size())
+        if self.err in ready:
+            self.read_errors()
+        if 0 in ready and self.typing and self.read_keys():
+            return False
+        if self.to in ready:
+            self.push()
+        return self.out not in ready or self.read_output()
+
+    def size(self, less: int = 0) -> bytes:
+        rows, columns = terminal_size(1)
+        return f"{max(1, rows - less)} {columns}".encode()
+
+    def look_at_clock(self) -> None:
+        for what in [what for what, end in self.waits.items() if end <= time.monotonic()]:
+            del self.waits[what]
+            if what == "keys":
+                self.send(b"i", self.keys.give_up())
+            else:
+                self.send(b"r", self.size())
+
+    def read_errors(self) -> None:
+        data = os.read(self.err, 65536)
+        self.errors += data[: 65536 - len(self.errors)]
+        if not data:
+            os.close(self.err)
+            self.err = -1
+
+    def read_keys(self) -> bool:
+        """Pass on what was typed; whether it asks to leave."""
+        try:
+            data = os.read(0, 65536)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.hang_up()
+        if not self.heard and b"\x03" in data:  # nobody is there yet who would take it
+            raise KeyboardInterrupt
+        data, self.left = self.keys.feed(data)
+        self.waits.pop("keys", None)
+        if self.keys.held or self.keys.part:
+            self.waits["keys"] = time.monotonic() + KEY_SECONDS
+        self.send(b"i", data)
+        return self.left
+
+    def send(self, kind: bytes, data: bytes) -> None:
+        if data:
+            self.input += frame(kind, data)
+            self.push()
+
+    def push(self) -> None:
+        try:
+            self.input = self.input[os.write(self.to, self.input) :] if self.to >= 0 else b""
+        except BlockingIOError:
+            pass
+        except OSError:  # the engine's client is gone; the end of its output says so
+            os.close(self.to)
+            self.to, self.input = -1, b""
+
+    def read_output(self) -> bool:
+        data = os.read(self.out, 65536)
+        try:
+            for kind, content in self.frames.feed(data):
+                self.obey(kind, content)
+        except ValueError as error:
+            self.errors += f"sandbox: {error}\n".encode()
+            return False
+        return bool(data) and not (self.kept and not self.follow and self.heard
+                                   and self.position >= self.until)
+
+    def obey(self, kind: bytes, content: bytes) -> None:
+        if kind == b"n":
+            self.refused = printable(content.decode(errors="replace")).replace("\n", "?")[:200]
+        elif kind == b"h":
+            replaying = self.kept and (not self.heard or self.position < self.until)
+            self.position, _, _, end = numbers_of(content)
+            self.until = end if replaying else self.position
+            self.cut, self.heard = replaying and self.position > 0, True
+        elif kind == b"m":
+            self.write(content)
+        elif kind == b"o":
+            self.show(content)
+        elif kind == b"e":
+            self.ended, numbers = True, numbers_of(content)
+            self.status = numbers[0] & 255 if numbers else None
+
+    def show(self, content: bytes) -> None:
+        replaying, self.position = self.position < self.until, self.position + len(content)
+        if not replaying or not os.isatty(1):
+            self.write(content)
+            return
+        self.replay += content
+        if self.position >= self.until:
+            whole, self.replay = self.replay, b""
+            self.write(without_questions(without_part(whole) if self.cut else whole))
+            if self.typing and (self.cut or self.screen.alternate):
+                # A program draws anew when the size changes, if it has the time to see it.
+                self.send(b"r", self.size(1))
+                self.waits["size"] = time.monotonic() + NUDGE_SECONDS
+
+    def write(self, data: bytes) -> None:
+        self.screen.scan(data)
+        while data:
+            try:
+                data = data[os.write(1, data) :]
+            except BlockingIOError:  # somebody has left our terminal so
+                import select
+
+                select.select([], [1], [])
+            except BrokenPipeError:
+                raise
+            except OSError:
+                self.hang_up()
+                return
+
+    def close(self) -> None:
+        """End the client of the engine: the end of its stdin is how one leaves."""
+        Output.close(self.out, *([self.to] if self.to >= 0 else []))
+        until = time.monotonic() + GONE_SECONDS
+        while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > until:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, 9)
+            time.sleep(0.001)
+        self.code = self.code or exit_status(found[1])
+        if self.err >= 0:
+            os.set_blocking(self.err, False)
+            with suppress(BlockingIOError):
+                self.read_errors()
+        if self.err >= 0:
+            os.close(self.err)
+        if self.errors and not self.left:
+            sys.stderr.buffer.write(self.errors)
+            sys.stderr.flush()
+
+
+class Left(SandboxError):
+    """We have left a terminal whose program runs on."""
+
+
+class CannotHold(SandboxError):
+    """A session that cannot hold terminals: what runs on one ends with its client."""
+
+
+def title_of(command: Sequence[str]) -> str:
+    """What runs, in a line for people."""
+    shell = list(command[:2]) == ["sh", "-c"]
+    words = "shell" if list(command) == SHELL else command[2] if shell else quote_all(command)
+    return printable(words.removesuffix(' "$@"')).replace("\n", " ")[:200]
+
+
+def run_held(engine: Engine, session: Session, request: RunRequest, command: Sequence[str],
+             tag: str) -> int:
+    """Run a command on our terminal and on one that the session holds; its exit status.
+
+    Raises Left when it runs on, and CannotHold.
+    """
+    import signal
+
+    keys = "" if request.args.rm_on_exit else request.config.get("detachKeys")
+    environ = hold_environ(env_script(terminal_env() | request.env), "start", tag,
+                           *terminal_size(1), title_of(command), *command)
+    if keys and request.fresh:
+        say(f"{shown_keys(keys)} leaves it running; to come back: sandbox attach {session.name}")
+    record_terminal(session.name, tag, title_of(command))
+    held = Attachment(hold_argv(engine, session, request.workdir(), tag), environ, typing=True,
+                      keys=keys)
+    sent: list[Output] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        name = signal.Signals(number).name.removeprefix("SIG")
+        sent.append(send_tagged(engine, session, tag, name, 0 if name == "INT" else 5))
+
+    handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+        handlers[signal.SIGHUP] = pass_on if request.args.rm_on_exit else held.hang_up
+    try:
+        held.run(handlers)
+    except KeyboardInterrupt:  # before it began
+        signal_tagged(engine, session, tag, "INT", 5)
+        forget_terminal(session.name, tag)
+        return 128 + signal.SIGINT
+    finally:
+        for asked in sent:
+            with suppress(EngineProblem):
+                asked.result()
+    return status_of(engine, session, tag, held)
+
+
+def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> int:
+    """The status of what ran on a terminal. Raises Left when it runs on, and CannotHold."""
+    if held.left:
+        raise Left(f"left {session.name}; to come back: sandbox attach {session.name}",
+                   code=held.code)
+    if held.refused:
+        raise cannot_hold(session, tag, held.refused, held.code)
+    status = held.status if held.ended else None
+    if held.heard and status is None:
+        known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
+        if known and known.runs:
+            raise Left(f"the connection to {session.name} was cut, and what ran there goes on",
+                       f"to come back: sandbox attach {session.name}", held.code)
+        if known and known.status is None:
+            say(f"what held the terminal in {session.name} has ended: "
+                "how the program did is not known")
+        status = known.status if known else None
+    forget_terminal(session.name, tag)
+    return held.code if status is None else status
+
+
+def cannot_hold(session: Session, tag: str, reason: str, code: int) -> CannotHold:
+    """Forget a terminal that was not started, and remember the reason where that is for good."""
+    forget_terminal(session.name, tag)
+    if code == 125:  # static/session/exec.sh has said so
+        mark_unheld(session)
+    return CannotHold(f"{session.name} cannot keep what runs on a terminal: {reason}",
+                      "run it on a terminal of yours: it ends with that", 125)
+
+
+def start_held(engine: Engine, session: Session, request: RunRequest, command: Sequence[str],
+               tag: str) -> int:
+    """Start a command on a terminal that the session holds, and print its name and the id.
+
+    Raises CannotHold.
+    """
+    environ = hold_environ(env_script(terminal_env() | request.env), "start", tag, 0, 0,
+                           title_of(command), *command)
+    record_terminal(session.name, tag, title_of(command))
+    argv = hold_argv(engine, session, request.workdir(), tag)
+    status, out, err = Output(argv, LONG_SECONDS, environ).result(FRAME_BYTES)
+    with suppress(ValueError):
+        for _, reason in Frames().feed(out.encode()):
+            words = printable(reason.decode(errors="replace")).replace("\n", "?")[:200]
+            raise cannot_hold(session, tag, words, status)
+    sys.stderr.write(err)
+    if status:
+        forget_terminal(session.name, tag)
+    else:
+        print(session.name, tag, flush=True)
+    return status
+
+
+def shown_keys(keys: str) -> str:
+    """Keys as people write them: Ctrl-\\ d."""
+    return " ".join(key.replace("ctrl-", "Ctrl-") for key in keys.split(","))
+
+
+# The host remembers which terminals were started and are not known to have ended, so that `ps` asks
+# those sessions alone that have some: terminals/<session>/<id>, JSON. A lost record is harmless.
+
+
+def terminals_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "terminals", name)
+
+
+def record_terminal(name: str, id: str, what: str) -> None:
+    """Remember that a terminal is being started."""
+    path = os.path.join(terminals_path(name), id)
+    with suppress(OSError):
+        make_private(os.path.dirname(path))
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(to_json({"what": what, "since": round(time.time(), 3)}))
+
+
+def forget_terminal(name: str, id: str) -> None:
+    with suppress(OSError):
+        os.unlink(os.path.join(terminals_path(name), id))
+
+
+def recorded_terminals(name: str) -> dict[str, dict[str, Any]]:
+    """By id what was started, and when, in seconds."""
+    found = {}
+    for id in os.listdir(terminals_path(name)) if os.path.isdir(terminals_path(name)) else ():
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            data = read_json(os.path.join(terminals_path(name), id))
+            found[id] = {"what": str(data["what"]), "since": float(data["since"])}
+    return found
+
+
+def mark_unheld(session: Session) -> None:
+    """Remember that the session cannot hold a terminal, as long as its container is this one."""
+    with suppress(FileError):
+        write_private(os.path.join(terminals_path(session.name), "unheld"), to_json(session.id))
+
+
+def is_unheld(session: Session) -> bool:
+    with suppress(OSError, ValueError):
+        known = read_json(os.path.join(terminals_path(session.name), "unheld"))
+        return bool(known == session.id)
+    return False
 
 
 # --- Image ---
@@ -3514,6 +4185,8 @@ def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, An
 
 def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
+    if args.background and args.rm_on_exit:
+        raise SandboxError("-d does not go together with --rm-on-exit", "keep one of them", 2)
     try:
         with_remedies(partial(choose_session, args), args.yes)
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
@@ -3553,8 +4226,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
     base = request.base()
     command = compose(base, request.args.agent_args)
     lasts = not request.session or request.agent or base is SHELL
-    asks = (lasts and on_terminal() and can_ask() and not request.args.rm_on_exit
-            and not request.is_passing)
+    asks = (lasts and on_terminal() and can_ask() and not request.is_passing
+            and not (request.args.rm_on_exit or request.args.background))
     made = not request.session and (request.args.new or not request.config.get("containerName"))
     if made and not asks and not request.args.rm_on_exit:
         say(f"made the session {session.name}; to come back: {way_back(request, engine, session)}")
@@ -3638,13 +4311,21 @@ def ask_next_command(request: RunRequest, engine: Engine, session: Session, comm
 
 
 def cmd_rm(args: argparse.Namespace) -> int:
+    def remove(engine: Engine, session: Session) -> None:
+        if not (args.in_use or may_remove(engine, session)):
+            raise SandboxError(f"{session.name} was left as it is")
+        remove_session(engine, session)
+
+    return for_each(args, "rm", remove)
+
+
+def for_each(args: argparse.Namespace, command: str,
+             action: Callable[[Engine, Session], object]) -> int:
+    """Do something to each session that was named, and print the names."""
     status, engines = 0, engines_of(args)
     for name in args.names:
         try:
-            engine, session = find_given(engines, name, "rm")
-            if not (args.in_use or may_remove(engine, session)):
-                raise SandboxError(f"{name} was left as it is")
-            remove_session(engine, session)
+            action(*find_given(engines, name, command))
             print(name)
         except EngineProblem:
             raise
@@ -3654,8 +4335,195 @@ def cmd_rm(args: argparse.Namespace) -> int:
     return status
 
 
+def cmd_stop(args: argparse.Namespace) -> int:
+    def stop(engine: Engine, session: Session) -> None:
+        stop_session(engine, session)
+        for id in recorded_terminals(session.name):
+            forget_terminal(session.name, id)
+
+    return for_each(args, "stop", stop)
+
+
+def cmd_start(args: argparse.Namespace) -> int:
+    def start(engine: Engine, session: Session) -> None:
+        start_session(engine, session)
+        config = session_config(session)
+        if config.get("autostart"):  # the first command starts it: see static/session/exec.sh
+            spec, _ = session.created()
+            argv = exec_argv(engine, session, spec["workdir"], random_id(), ["true"])
+            script = env_script(exec_env(config, spec))
+            status, _, err = Output(argv, LONG_SECONDS,
+                                    {**os.environ, "SANDBOX_ENV": script}).result()
+            if status:
+                raise engine.failure(err)
+
+    return for_each(args, "start", start)
+
+
+def cmd_attach(args: argparse.Namespace) -> int:
+    config = load_config(flags_layer(args))
+    engine, session = find_given(candidates(config), args.session, "attach")
+    held = pick_terminal(engine, session, args.id)
+    typing = on_terminal() and held.runs and os.environ.get("TERM") != "dumb"
+    return join(engine, session, held, keys=config.get("detachKeys"), typing=typing)
+
+
+def join(engine: Engine, session: Session, held: Held, *, keys: str = "", typing: bool = False,
+         follow: bool = True) -> int:
+    """Join a terminal that a session holds, what was kept of its output first; its status."""
+    import signal
+
+    environ = hold_environ("", "attach", held.id, *(terminal_size(1) if typing else (0, 0)), 0)
+    joined = Attachment(attach_argv(engine, session), environ, typing=typing, keys=keys, kept=True,
+                        follow=follow)
+    leaving = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) if typing else ()
+    joined.run(dict.fromkeys(leaving, joined.hang_up))
+    if not follow and joined.heard and not joined.refused:
+        return 0
+    if joined.refused:
+        raise SandboxError(f"{session.name}: {joined.refused}", f"sandbox ps {session.name}")
+    if joined.ended and joined.status is None:
+        raise SandboxError(f"what held {held.id} has ended: how the program did is not known",
+                           f"sandbox ps {session.name}")
+    return status_of(engine, session, held.id, joined)
+
+
+def pick_terminal(engine: Engine, session: Session, id: str | None) -> Held:
+    """The terminal of an id, or the newest, one that runs before one that has ended."""
+    if session.state != "running":
+        raise SandboxError(f"{session.name} is {session.state}: what ran on terminals has ended",
+                           f"sandbox start {session.name}")
+    terminals = list_terminals(engine, session)
+    found = [held for held in terminals if held.id == id] if id else sorted(
+        terminals, key=lambda held: held.runs)
+    if found:
+        return found[-1]
+    raise SandboxError(f"{session.name} has no terminal{f' {printable(id)}' if id else ''}",
+                       f"sandbox ps {session.name} lists them; sandbox run -n {session.name} "
+                       "starts one")
+
+
+def cmd_logs(args: argparse.Namespace) -> int:
+    jobs = read_jobs(args.session)
+    job = next((job for job in jobs if job["id"] == args.id), None)
+    if not job:
+        engine, session = find_given(engines_of(args), args.session,
+                                     "logs")
+        running = session.state == "running"
+        terminals = list_terminals(engine, session) if running and not args.id else []
+        began = max((iso_seconds(held.started) for held in terminals), default="")
+        if args.id or not jobs or jobs[-1]["started"] < began:
+            held = pick_terminal(engine, session, args.id)
+            with suppress(KeyboardInterrupt):
+                join(engine, session, held, follow=args.follow)
+            return 0
+        job = jobs[-1]
+    show_job(os.path.join(jobs_path(args.session), job["id"]), args.follow)
+    return 0
+
+
+def show_job(folder: str, follow: bool) -> None:
+    """Print the output of a job, as it comes where it is to be followed."""
+    with open(os.path.join(folder, "output"), "rb") as output:
+        over = False
+        while True:
+            if data := output.read(65536):
+                sys.stdout.buffer.write(data)
+            elif over or not follow:
+                break
+            else:
+                sys.stdout.flush()
+                over = not is_supervised(folder)
+                time.sleep(0 if over else 0.1)
+    sys.stdout.flush()
+
+
+def is_supervised(folder: str) -> bool:
+    """Whether the supervisor of a job lives: it holds a lock."""
+    import fcntl
+
+    try:
+        with open(os.path.join(folder, "lock"), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def read_jobs(name: str) -> list[dict[str, Any]]:
+    """What the web service has run in a session, the oldest first: id, kind, what, state, started,
+    ended (ISO 8601) and status, None for what is not known.
+    """
+    Layer({"containerName": name}, "check", "", 2)
+    jobs, folder = [], jobs_path(name)
+    for id in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, id)
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            job = read_json(os.path.join(path, "job.json"))["job"]
+            with open(os.path.join(path, "status"), "rb") as file:
+                end = parse_json(file.read(4096).strip() or b"{}")
+            state = "running" if is_supervised(path) else "ended" if end else "lost"
+            jobs.append({"id": id, "kind": str(job["kind"]), "state": state,
+                         "started": str(job["started"]), "ended": end.get("ended"),
+                         "status": end.get("exit"), "what": str(job["command"])[:200]})
+    return jobs
+
+
+def iso_seconds(seconds: float) -> str:
+    """ISO 8601, in UTC and with milliseconds, as a job has it."""
+    return (time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+            + f".{int(seconds * 1000) % 1000:03d}Z")
+
+
+def cmd_cp(args: argparse.Namespace) -> int:
+    """Copy through the engine; links are copied as links."""
+    (name, source), (to, target) = split_place(args.source), split_place(args.target)
+    if bool(name) == bool(to):
+        raise SandboxError("one of the two is in a session: NAME:PATH",
+                           "for a host path with a colon write ./PATH", 2)
+    engine, session = find_given(engines_of(args), name or to, "cp")
+    inner, outer = (source, target) if name else (target, source)
+    outer = os.path.join(current_directory(), outer)
+    inner = os.path.join(session.created()[0]["workdir"], inner)
+    if not (is_exact(inner) and is_exact(outer)):
+        raise SandboxError("a path has a control character or a byte that is not UTF-8",
+                           "engines would take another one for it")
+    if name:
+        return call(engine.argv("copy", f"{session.id}:{inner}", outer))
+    into = [os.path.basename(outer.rstrip("/"))]
+    if into == ["."] and os.path.isdir(outer):  # its content
+        into = os.listdir(outer)
+    elif not in_session(engine, session, ["test", "-d", inner]):
+        into = [""]
+    status = call(engine.argv("copy", outer, f"{session.id}:{inner}"))
+    if not status and session.user != "0:0":  # engines make it root's
+        copied = [os.path.join(inner, item).rstrip("/") for item in into]
+        if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
+            say(f"what was copied is root's in {session.name}")
+    return status
+
+
+def in_session(engine: Engine, session: Session, command: Sequence[str]) -> bool:
+    """Whether a command of root's succeeds in a session."""
+    return not Output(engine.exec_argv(session.id, command, user="0:0")).result()[0]
+
+
+def split_place(text: str) -> tuple[str, str]:
+    """Session and path of NAME:PATH; '' and the path for one of this machine."""
+    name, colon, path = text.partition(":")
+    return (name, path) if colon and is_plain(name, "_.-") and name[:1] not in "." else ("", text)
+
+
 def cmd_ps(args: argparse.Namespace) -> int:
-    rows = list_sessions(engines_of(args))
+    engines = engines_of(args)
+    if args.only:
+        return show_session(engines, args)
+    rows: list[dict[str, Any]] = [*list_sessions(engines)]
+    running = {} if args.quiet else running_in(rows)
+    for row in rows:
+        row["running"] = running.get(row["name"], [])
     if args.json:
         print(to_json(rows, indent=2))
     elif args.quiet:
@@ -3665,11 +4533,78 @@ def cmd_ps(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    columns = ("name", "state", "agent", "profile", "network", "image", "created", "directory")
+def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, str]]]:
+    """What runs on terminals, by session: id, what and since. Only sessions of which it is recorded
+    that something was started are asked, side by side.
+    """
+    asked, running = {}, {}
+    for row in rows:
+        records = recorded_terminals(row["name"]) if row["state"] == "running" else {}
+        known = recall([ENGINES[row["runtime"]]()], row["name"]) if records else None
+        if known:
+            asked[row["name"]] = records, ask_terminals(*known)
+    for name, (records, output) in asked.items():
+        with suppress(EngineProblem):
+            held = [held for held in read_terminals(output) if held.runs]
+            for id in records.keys() - {terminal.id for terminal in held}:
+                if time.time() - records[id]["since"] > STARTUP_SECONDS:  # or it is being started
+                    forget_terminal(name, id)
+            running[name] = [{"id": terminal.id, "what": terminal.title,
+                              "since": iso_seconds(terminal.started)} for terminal in held]
+    return running
+
+
+def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
+    """List the terminals and jobs of a session."""
+    engine, session = find_given(engines, args.only, "ps")
+    held = list_terminals(engine, session) if session.state == "running" else []
+    rows = [{"id": terminal.id, "kind": "terminal", "status": terminal.status,
+             "state": "running" if terminal.runs else
+             "lost" if terminal.clients == -1 else "ended",
+             "started": iso_seconds(terminal.started),
+             "ended": iso_seconds(terminal.ended) if terminal.ended else None,
+             "what": terminal.title} for terminal in held] + read_jobs(session.name)
+    rows.sort(key=lambda row: str(row["started"]))
+    if args.json:
+        print(to_json(rows, indent=2))
+    elif args.quiet:
+        print("".join(f"{row['id']}\n" for row in rows), end="")
+    else:
+        print_columns(("id", "kind", "state", "status", "started", "ended", "what"), rows)
+    return 0
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    columns = ("name", "state", "agent", "runs", "profile", "network", "image", "created",
+               "directory")
+    print_columns(columns, [{**row, "runs": shown_running(row["running"])} for row in rows])
+
+
+def shown_running(running: Sequence[Mapping[str, str]]) -> str:
+    """What runs and since when, in short: the newest."""
+    if not running:
+        return ""
+    what = (running[-1]["what"].split() or ["?"])[0]
+    more = f" +{len(running) - 1}" if running[1:] else ""
+    return f"{os.path.basename(what)[:20]} {local_time(running[-1]['since'])}{more}"
+
+
+def local_time(text: str) -> str:
+    """Day, hour and minute here for ISO 8601, which may be UTC."""
+    if text.endswith("Z"):
+        from datetime import datetime
+
+        with suppress(ValueError):
+            text = datetime.fromisoformat(text).astimezone().isoformat()
+    return text.replace("T", " ")[:16]
+
+
+def print_columns(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     table = [[c.upper() for c in columns]]
     for row in rows:
-        short = {**row, "created": row["created"].replace("T", " ")[:16]}
+        short = {name: "" if value is None else str(value) for name, value in row.items()}
+        for name in {"created", "started", "ended"} & row.keys():
+            short[name] = local_time(short[name])
         table.append([printable(short[c]).replace("\n", "?") or "-" for c in columns])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
@@ -4037,6 +4972,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                   "help": "show: effective values with their sources; "
                           "command: what run would execute"}),
     "names": ("", {"nargs": "+", "metavar": "NAME", "help": "container name"}),
+    "only": ("", {"nargs": "?", "metavar": "NAME",
+                  "help": "list the terminals and jobs of this container"}),
+    "id": ("", {"nargs": "?", "metavar": "ID",
+                "help": "of a terminal or a job, as ps NAME prints it; default: the newest"}),
+    "source": ("", {"metavar": "SOURCE", "help": "what is copied: a path, or NAME:PATH"}),
+    "target": ("", {"metavar": "TARGET", "help": "where to: NAME:PATH, or a path"}),
     "shell": ("", {"choices": ("bash", "zsh", "fish"),
                    "help": "the shell to print a completion script for"}),
     "profile": ("-r --run",
@@ -4200,6 +5141,10 @@ def cmd_completion(args: argparse.Namespace) -> int:
     return 0
 
 
+NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
+NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2}  # the word that is one, if there is one
+
+
 def complete(words: Sequence[str]) -> list[str]:
     """What may stand in place of the last word; [] where a file name is expected."""
     command = words[0] if words else ""
@@ -4217,8 +5162,14 @@ def complete(words: Sequence[str]) -> list[str]:
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     name = before in KEYS["containerName"].flags
-    if name or command == "rm" or (command == "net" and len(words) == 3):
+    named = command in NAMED_ALONE or len(words) == NAMED_AT.get(command)
+    if name or named and not words[-1].startswith("-"):
         return [row["name"] for row in list_sessions(engines_of())]
+    if command in ("attach", "logs") and len(words) == 3:
+        jobs = [job["id"] for job in read_jobs(words[1])] if command == "logs" else []
+        return [*recorded_terminals(words[1]), *jobs]
+    if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
+        return [f"{row['name']}:" for row in list_sessions(engines_of())]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -4230,12 +5181,18 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = "profile new allow allow_engine_socket rm_on_exit yes verbose"
+RUN_OPTIONS = "profile new allow allow_engine_socket rm_on_exit background yes verbose"
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
             cmd_run),
-    "ps": ("list sessions", "json quiet", cmd_ps),
+    "ps": ("list sessions, or what runs in one", "only json quiet", cmd_ps),
+    "attach": ("go back to a terminal of a session", "session id", cmd_attach),
+    "logs": ("print what an agent, a prompt or a command has printed", "session id follow",
+             cmd_logs),
+    "stop": ("stop containers", "names", cmd_stop),
+    "start": ("start containers that were stopped", "names", cmd_start),
+    "cp": ("copy between this machine and a session", "source target", cmd_cp),
     "rm": ("remove containers", "names in_use", cmd_rm),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
