@@ -520,7 +520,7 @@ def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: 
     assert other.stdout == "ran\n"
     for part in (f"volumes: it lacks {data}:/data",
                  "asked for is localhost/sandbox-test:2.0-common",
-                 "memory: it has 512m, asked for is 1g", f"sandbox rm {name}"):  # fmt: skip
+                 "memory: it has 512m, asked for is 1g", f"sandbox recreate {name} --memory 1g"):
         assert part in other.stderr
     assert "ports" not in other.stderr
 
