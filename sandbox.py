@@ -3,7 +3,8 @@
     sandbox run -y c                 Claude Code on the current directory, in a new container
     sandbox run -n demo -- -c        continue the agent's conversation in the container "demo"
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
-    sandbox ps | rm | net | prune | build | doctor | init | config | serve | completion
+    sandbox recreate demo -p 80:80   a new container for it, its conversations stay
+    sandbox ps | rm | rename | net | prune | build | doctor | init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
 ~/.sandbox/env/*.env by convention the env files, static/image/ what goes into the image.
@@ -2388,7 +2389,8 @@ def check_recreation(session: Session, spec: Mapping[str, Any]) -> None:
 def recreate_command(session: Session, flags: Layer, profile: str | None) -> str:
     """The command that creates a session anew as a `run` with these flags asks for."""
     _, kept = session.created()
-    words = ["sandbox", "recreate", session.name, *(["-r", profile] if profile else [])]
+    words = ["sandbox", "recreate", session.name]
+    words += ["-r", profile] if profile and profile != session.profile else []
     for name, value in flags.values.items():
         key = KEYS[name]
         if key.fixed and isinstance(value, dict):
@@ -2408,8 +2410,8 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
+    stop_session(engine, session)
     try:
-        stop_session(engine, session)
         engine.ask(engine.argv("rename", session.id, aside))
         if not session.home:
             copy_home(engine, session, home)
@@ -2425,8 +2427,10 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
         else:
             say(f"{session.name} is there as it was, stopped")
         remember(engine, session)
-        renew_home(engine, home, image, before if session.home else image)
-        remove_home(engine, home)  # only where the old container has none
+        if session.home and before:
+            with suppress(SandboxError):  # the first failure is the one to tell
+                renew_home(engine, home, image, before)
+        remove_home(engine, home)  # a new one: nobody uses it
         raise
     remove_container(engine, session)
     return fresh
@@ -2475,12 +2479,17 @@ def home_argv(engine: Engine, image: str, home: str, *words: str, source: str = 
     return engine.try_argv(image, ["sh", "-c", script, "sandbox", *words], "none", volumes)
 
 
+def copy_home_argv(engine: Engine, session: Session, home: str) -> list[str]:
+    """The engine call that copies the home of a session to a new one."""
+    return home_argv(engine, image_of(engine, session), home, "copy", "/run/sandbox-from",
+                     source=session.home)
+
+
 def copy_home(engine: Engine, session: Session, home: str) -> None:
     """Copy what a session has in its home, and nothing of what is mounted there, to a new one."""
     step = Step(f"copy the home of {session.name}")
     if session.home:
-        step.run(home_argv(engine, image_of(engine, session), home, "copy", "/run/sandbox-from",
-                           source=session.home), silent_seconds=1)
+        step.run(copy_home_argv(engine, session, home), silent_seconds=1)
         return
     # A session of before there were volumes: its home is in the container itself.
     made = engine.ask(engine.argv("commit", session.id), LONG_SECONDS).split()[-1]
@@ -2650,9 +2659,13 @@ def rename_session(engine: Engine, session: Session, name: str) -> None:
         if status:
             raise engine.failure(err)
         forget_files(name)  # an earlier session's
-        for folder_of in (settings_path, jobs_path):
-            with suppress(FileNotFoundError):
-                os.rename(folder_of(session.name), folder_of(name))
+        try:
+            for path_of in (jobs_path, settings_path):
+                with suppress(FileNotFoundError):
+                    os.rename(path_of(session.name), path_of(name))
+        except OSError as error:
+            Output(engine.argv("rename", session.id, session.name)).result()
+            raise FileError(path_of(name), error) from None
         with suppress(OSError):
             os.unlink(memory_path(engine, session.name))
         remember(engine, Session(name, session.state, session.labels, session.id))
@@ -2946,12 +2959,12 @@ class RunRequest:
                     f"{self.spec['directory']} is not mounted in it")
             self.spec.update({key: have[key] for key in ("directory", "workdir")})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
-        again = recreate_command(session, self.flags, self.args.profile)
+        again = partial(recreate_command, session, self.flags, self.args.profile)
         check_isolation(session, have.get("network"), self.spec["network"], again)
         for line in (lines := differences(have, self.spec)):
             say(f"{session.name} differs from what is asked for: {line}")
         if lines:
-            say(f"to create it anew, with its conversations: {again}")
+            say(f"to create it anew, with its conversations: {again()}")
 
     def take_after(self, engine: Engine, source: Session) -> None:
         """Plan a duplicate of a session. The ports that it was given are its own."""
@@ -2982,11 +2995,11 @@ def check_owner(session: Session) -> None:
                            "choose another name with -n", 125)
 
 
-def check_isolation(session: Session, have: Any, want: Any, again: str) -> None:
+def check_isolation(session: Session, have: Any, want: Any, again: Callable[[], str]) -> None:
     """Raise SandboxError when a session's network is open and is not to be: a line goes unread."""
     if have in ("open", "host") and want not in ("open", "host"):
         raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
-                           f"{again}, then run this again; or --net {have} to go on as it is",
+                           f"{again()}, then run this again; or --net {have} to go on as it is",
                            125)
 
 
@@ -3157,7 +3170,7 @@ def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: 
     if fresh and 0 < code < 128:  # it ended by itself: one that is stopped ends by a signal
         lines = [f"the container {session.name} ended as soon as it was started",
                  *last_lines(engine, session)]
-        hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
+        hint = f"correct the image or the mounts, then: sandbox recreate {session.name}"
         raise NotBegun("\n".join(lines), hint, 125, sure=sure)
     message = f"the container {session.name} is {state or 'gone'}"
     if sure:
@@ -3667,6 +3680,8 @@ def show_command(args: argparse.Namespace) -> int:
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
+        if request.source and request.source.home:
+            calls.append(copy_home_argv(engine, request.source, session.home))
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)

@@ -495,6 +495,16 @@ def test_claude_code_uses_the_key_that_it_was_given(projects: Session) -> None:
 
 
 @on_docker
+def test_claude_code_gets_what_the_image_brings_and_its_home_lacks(session: Session) -> None:
+    script = ("file=~/.claude.json; cp $file ~/before; "
+              "jq '.theme = \"light\" | del(.hasCompletedOnboarding)' ~/before >$file; "
+              "claude --version >/dev/null; jq -c '[.theme, .hasCompletedOnboarding]' $file; "
+              "echo '{' >$file; claude --version >/dev/null 2>&1; cat $file; cp ~/before $file")
+    answer = session.run("-x", script)
+    assert answer.stdout == '["light",true]\n{\n', answer.stderr
+
+
+@on_docker
 @each_agent
 def test_the_agent_button_opens_a_prompt(
     engine: Engine, image: str, service: Service, name: str, agent: str

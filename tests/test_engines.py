@@ -715,7 +715,7 @@ def test_a_container_that_ends_at_once_says_why(engine: Engine, project: Path, n
                                 "echo ran")
         assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
         assert "ended as soon as it was started" in answer.stderr
-        assert f"sandbox rm {name}" in answer.stderr
+        assert f"sandbox recreate {name}" in answer.stderr
     assert engine.sandbox("rm", name).returncode == 0 and name not in container_names(engine)
 
 

@@ -175,6 +175,23 @@ def test_ctrl_c_while_it_is_created_anew_loses_nothing(engine: Engine, project: 
         assert [other for other in container_names(engine) if other.startswith(name)] == [name]
 
 
+def test_a_power_cut_while_it_is_created_anew_loses_nothing(engine: Engine, project: Path,
+                                                            home: Path, name: str) -> None:
+    said(engine, name, "echo kept >~/file")
+    with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1"}) as recreate:
+        assert recreate.stderr
+        renamed = next(line for line in recreate.stderr if " rename " in line).split()[-1]
+        next(line for line in recreate.stderr if " run -d " in line)  # and now all is killed
+    assert renamed in engine.sandbox("ps", "-q").stdout.split()
+
+    def came_back() -> bool:
+        engine.sandbox("rm", name)  # where the engine has gone on alone; the home is in use
+        return engine.sandbox("rename", renamed, name).returncode == 0
+
+    wait_for(came_back)
+    assert said(engine, name, "cat ~/file") == "kept\n"
+
+
 def test_a_container_that_ends_at_once_does_not_take_the_place_of_one_that_runs(
     engine: Engine, project: Path, home: Path, name: str, image_of_many: str
 ) -> None:
