@@ -3,8 +3,9 @@
     sandbox run -y c                 Claude Code on the current directory, in a new container
     sandbox run -n demo -- -c        continue the agent's conversation in the container "demo"
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
-    sandbox ps | attach | logs | stop | start | cp | rm | net | prune | build | doctor | init
-    sandbox config | serve | completion
+    sandbox recreate demo -p 80:80   a new container for it, its conversations stay
+    sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
+    sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
 ~/.sandbox/env/*.env by convention the env files, static/image/ what goes into the image.
@@ -638,7 +639,7 @@ KEYS = {key.name: key for key in (
         kind="list", of="serve"),
     Key("runtime", an_engine, "--rt --runtime", "ENGINE",
         "{engines}; default: the first that answers",
-        of="run ps attach logs stop start cp rm net prune build doctor serve",
+        of="run ps attach logs stop start cp rm recreate rename net prune build doctor serve",
         variable="SANDBOX_RUNTIME", above_file=True),
 )}
 
@@ -1367,6 +1368,7 @@ class Engine:
         "remove": ("rm", "-f", "-v"),  # one that runs, too, and its anonymous volumes
         "volumes": ("volume", "ls", "-q"),  # prints their names
         "remove-volume": ("volume", "rm"),  # without -f: podman would remove its containers
+        "commit": ("commit",),  # makes an image of a container, without what is mounted in it
         "pull": ("pull", "-q"), "remove-image": ("image", "rm"),
         "import": ("import",),  # takes a tar archive of a root directory and the image's name
     }
@@ -1433,6 +1435,10 @@ class Engine:
     def read_list(self, out: str) -> list[dict[str, Any]]:
         """A row for each container: name, state, image, created (ISO 8601), labels."""
         raise NotImplementedError
+
+    def image_of_argv(self, name: str) -> list[str]:
+        """Prints the id of the image that a container was made from."""
+        return [self.name, "container", "inspect", "--format", "{{.Image}}", name]
 
     def create_argv(self, name: str, image: str, command: Sequence[str], *,
                     labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
@@ -1521,10 +1527,12 @@ class Engine:
         """What this machine lacks for a build, as far as it can be seen."""
         return None
 
-    def try_argv(self, image: str, command: Sequence[str], network: str = "open") -> list[str]:
-        """Runs a command in a new container of an image, and removes that."""
-        return [self.name, "run", "--rm", "--init", "--pull", "never", "--entrypoint", command[0],
-                *(["--network", network] if network != "open" else []), image, *command[1:]]
+    def try_argv(self, image: str, command: Sequence[str], network: str = "open",
+                 volumes: Sequence[str] = ()) -> list[str]:
+        """Runs a command as root in a new container of an image, and removes that."""
+        return [self.name, "run", "--rm", "--init", "--pull", "never", "--user", "0:0",
+                *(["--network", network] if network != "open" else []),
+                *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
     # -- failures and their remedies --
 
@@ -1960,6 +1968,11 @@ class Session:
         proxied = labels.get("sandbox.network") == "allow"
         self.proxy = f"sandbox-proxy-{labels.get('sandbox.session')}" if proxied else ""
         self.volume = self.proxy.replace("proxy", "net")
+        # The volume that is its home; '' for one of before there were any. Anyone can give a
+        # container labels: no other volume may be meant.
+        home = labels.get("sandbox.home", "")
+        ours = home.startswith(HOME_VOLUME) and is_plain(home.removeprefix(HOME_VOLUME), "")
+        self.home = home if ours else ""
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What it was created from, and the settings that came from flags or name its agent.
@@ -2052,15 +2065,19 @@ def lock_settings(name: str) -> Iterator[None]:
 
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
                    flags: Layer | None = None, profile: str | None = None,
-                   data: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session: configuration, creation, settings, and flags given now."""
+                   data: Mapping[str, Any] | None = None,
+                   kept: Mapping[str, Any] | None = None) -> Config:
+    """What is in force for a session: configuration, creation, settings, and flags given now.
+
+    `kept` is of its creation, where another one is planned.
+    """
     data = read_config() if data is None else data
     settings = read_settings(session.name) if settings is None else settings
     if profile is None and session.profile in data.get("runs", {}):
         profile = session.profile
-    _, kept = session.created()
+    kept = session.created()[1] if kept is None else kept
     env = {name: os.environ[name] for name in session.variables() if name in os.environ}
-    kept |= {"env": env} if env else {}
+    kept = {**kept, "env": env} if env else kept
     created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
     # Without agentPromptCommand: it may be '' there.
     settings = {name: settings[name] for name in settings if name != "agentPromptCommand"}
@@ -2176,8 +2193,11 @@ def agent_of(command: str | Sequence[str]) -> str:
     return SHORTCUTS.get(os.path.basename(word), "") if len(word) > 2 else ""
 
 
-def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) -> dict[str, str]:
-    """The labels that make a container a session; no value of a variable is in them."""
+def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str,
+              home: str = "") -> dict[str, str]:
+    """The labels that make a container a session, with a new home or that of another container;
+    no value of a variable is in them.
+    """
     agent = config.get("yolo") or (agent_of(config.get("command")) if config.get("command") else "")
     # not the directory: where a later run comes from does not change it
     kept = {name: value for name, value in flags.values.items()
@@ -2187,6 +2207,7 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) 
                  if key.excludes and config.get(key.name)}
     return {
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
+        "sandbox.home": home or new_home(),
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
         "sandbox.created": to_json({"spec": spec, "flags": kept, "variables": flags.variables},
@@ -2214,11 +2235,13 @@ def asset(path: str) -> bytes:
 def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
                  labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
-    volume, git = Session(name, "", labels).volume, spec.get("git")
+    session, git = Session(name, "", labels), spec.get("git")
+    volume = session.volume
+    home = session.home if has_home(spec) else ""
     script = asset("session/mounts.sh") + asset("session/init.sh")
     return engine.create_argv(
         name, spec["image"],
-        ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"),
+        ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"), home,
          *mounts_meant(spec)],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
         env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else []),
@@ -2227,7 +2250,8 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
         network="none" if isinstance(spec["network"], dict) else spec["network"],
         ports=spec["ports"],
         binds=binds_of(spec),
-        volumes=[f"{volume}:{NET_DIRECTORY}:ro"] if volume else [],
+        volumes=[*([f"{volume}:{NET_DIRECTORY}:ro"] if volume else []),
+                 *([f"{home}:{CONTAINER_HOME}"] if home else [])],
         log_size="1m")  # it has a limit because root inside the container can write to it
 
 
@@ -2240,6 +2264,11 @@ def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """All mounts of a specification: source, place in the container, options."""
     options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
     return [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec)]
+
+
+def has_home(spec: Mapping[str, Any]) -> bool:
+    """Whether the home is the session's own: nothing of the host is mounted in its place."""
+    return all(within(CONTAINER_HOME, target) is None for target in mount_targets(spec))
 
 
 def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
@@ -2344,14 +2373,14 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
-                   spec: Mapping[str, Any]) -> tuple[Engine, Session]:
+                   spec: Mapping[str, Any], home: str = "") -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
-    `spec` is spec_of(config) as it was checked. Raises SandboxError.
+    `spec` is spec_of(config) as it was checked, `home` a volume that is there. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
-    labels = labels_of(config, flags, spec, container_user(rootless))
+    labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
     status = 1
@@ -2379,19 +2408,193 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     return engine, session
 
 
+def recreation(session: Session, flags: Layer,
+               profile: str | None = None) -> tuple[Config, Layer, dict[str, Any]]:
+    """What a session is to be created from anew, with these flags: its configuration, what of that
+    its labels keep, and its specification.
+
+    A list among the flags takes the place of the one that was given before.
+    """
+    check_owner(session)
+    have, kept = session.created()
+    kept = {**kept, "hostPath": have["directory"]}
+    if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
+        kept["containerPath"] = have["workdir"]
+    kept |= {name: value for name, value in flags.values.items() if KEYS[name].fixed}
+    if "network" in flags.values:
+        now = session_config(session).get("network")
+        kept["network"] = with_rules(now, flags.values["network"])
+    config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
+    return config, Layer(kept, "created"), spec_of(config)
+
+
+def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
+    """The settings of a session without what flags give it anew."""
+    return {name: value for name, value in read_settings(session.name).items()
+            if not (name in flags.values and KEYS[name].fixed)}
+
+
+def check_recreation(session: Session, spec: Mapping[str, Any]) -> None:
+    """Raise SandboxError when a session cannot be created anew from a specification."""
+    check_spec(spec)
+    # A link in a path may lead to an engine's socket by now.
+    have, _ = session.created()
+    if (spec["sources"], spec["git"]) != (have.get("sources"), have.get("git")):
+        check_mounts(spec)
+
+
+def recreate_command(session: Session, flags: Layer, profile: str | None) -> str:
+    """The command that creates a session anew as a `run` with these flags asks for."""
+    _, kept = session.created()
+    words = ["sandbox", "recreate", session.name]
+    words += ["-r", profile] if profile and profile != session.profile else []
+    for name, value in flags.values.items():
+        key = KEYS[name]
+        if key.fixed and isinstance(value, dict):
+            words += each("--allow", value["allow"])
+        elif key.fixed and isinstance(value, list):
+            words += each(key.flags[0], dict.fromkeys([*kept.get(name, ()), *value]))
+        elif key.fixed or name == "runtime":
+            words += [key.flags[0], str(value)]
+    return quote_all(words)
+
+
 def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
                      spec: Mapping[str, Any]) -> Session:
-    """Create a session anew as configured now; where that fails the old one is there, stopped."""
+    """Create a session anew from a recreation(), with its home; where that fails the old container
+    is there, stopped.
+    """
+    image, before = present_image(engine, config), image_of(engine, session)
+    aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
+    fresh = None
     flags.variables = flags.variables or session.variables()
     stop_session(engine, session)
-    engine.ask(engine.argv("rename", session.id, f"{session.name}.{random_id()}"))
     try:
-        _, fresh = create_session([engine], session.name, config, flags, spec)
+        engine.ask(engine.argv("rename", session.id, aside))
+        if not session.home:
+            copy_home(engine, session, home)
+        renew_home(engine, home, before, image, left_places(session, spec))
+        _, fresh = create_session([engine], session.name, config, flags, spec, home)
+        check_ready(engine, fresh)
     except BaseException:
-        Output(engine.argv("rename", session.id, session.name)).result()
+        if fresh:
+            remove_container(engine, fresh)
+        taken, _, err = Output(engine.argv("rename", session.id, session.name)).result()
+        if taken and engine.is_name_taken(err):
+            say(f"to come back: sandbox rename {aside} NAME")
+        else:
+            say(f"{session.name} is there as it was, stopped")
+        remember(engine, session)
+        if session.home and before:
+            with suppress(SandboxError):  # the first failure is the one to tell
+                renew_home(engine, home, image, before)
+        remove_home(engine, home)  # a new one: nobody uses it
         raise
     remove_container(engine, session)
     return fresh
+
+
+def present_image(engine: Engine, config: Config) -> str:
+    """The id of the image to create from. Raises EngineProblem where it or its agent is missing."""
+    check_agent(engine, config)
+    image = Image(engine, config.image).id
+    if not image:
+        raise missing_image(engine, config)
+    return image
+
+
+def image_of(engine: Engine, session: Session) -> str:
+    """The id of the image that a session was created from; '' where it is not known."""
+    status, out, _ = Output(engine.image_of_argv(session.id)).result()
+    return "" if status else out.strip()
+
+
+def check_ready(engine: Engine, session: Session) -> None:
+    """Wait for a container that was just created. Raises SandboxError where it has ended."""
+    wait = ["sh", "-c", "until [ -e /run/sandbox-ready ]; do sleep 0.05; done"]
+    if Output(engine.exec_argv(session.id, wait), LONG_SECONDS).result()[0]:
+        lines = [f"the container {session.name} ended as soon as it was started",
+                 *last_lines(engine, session)]
+        raise SandboxError("\n".join(lines), "correct the image or the mounts", 125)
+
+
+# --- Homes ---
+# The home of a session is a volume, which goes from container to container and only with `rm`. What
+# is done with it is done by a container of its own: nothing of the host sees what is in it.
+
+HOME_VOLUME = "sandbox-home-"
+
+
+def new_home() -> str:
+    """The name of a volume for a home; who mounts it first makes it."""
+    return HOME_VOLUME + random_id()
+
+
+def home_argv(engine: Engine, image: str, home: str, *words: str, source: str = "") -> list[str]:
+    """The engine call for a step of static/session/home.sh on a home that no container uses."""
+    volumes = [f"{home}:/run/sandbox-home", *([f"{source}:/run/sandbox-from:ro"] if source else ())]
+    script = asset("session/home.sh").decode()
+    return engine.try_argv(image, ["sh", "-c", script, "sandbox", *words], "none", volumes)
+
+
+def copy_home_argv(engine: Engine, session: Session, home: str) -> list[str]:
+    """The engine call that copies the home of a session to a new one."""
+    return home_argv(engine, image_of(engine, session), home, "copy", "/run/sandbox-from",
+                     source=session.home)
+
+
+def copy_home(engine: Engine, session: Session, home: str) -> None:
+    """Copy what a session has in its home, and nothing of what is mounted there, to a new one."""
+    step = Step(f"copy the home of {session.name}")
+    if session.home:
+        step.run(copy_home_argv(engine, session, home), silent_seconds=1)
+        return
+    # A session of before there were volumes: its home is in the container itself.
+    made = engine.ask(engine.argv("commit", session.id), LONG_SECONDS).split()[-1]
+    try:
+        step.run(home_argv(engine, made, home, "copy", CONTAINER_HOME), silent_seconds=1)
+    finally:
+        Output(engine.argv("remove-image", made), LONG_SECONDS).result()
+
+
+def renew_home(engine: Engine, home: str, before: str, image: str,
+               left: Sequence[str] = ()) -> None:
+    """Put what an image has in its home, or will by init.sh, in the place of what the image before
+    had and nobody has changed; `left` are places in the home where nothing is mounted any more.
+    """
+    if before == image and not left:
+        return
+    if before:
+        Output(home_argv(engine, before, home, "drop", CONTAINER_HOME, *left),
+               LONG_SECONDS).result()
+    Step("renew the home").run(home_argv(engine, image, home, "fill", CONTAINER_HOME),
+                               silent_seconds=1)
+
+
+def left_places(session: Session, spec: Mapping[str, Any]) -> list[str]:
+    """The places below the home that a session has mounts at, and a specification has none."""
+    targets = mount_targets(spec)
+    return [place for target in mount_targets(session.created()[0])
+            if target not in targets and (place := within(target, CONTAINER_HOME))]
+
+
+def remove_home(engine: Engine, home: str) -> None:
+    """Remove a home, unless a container uses it."""
+    if home:
+        Output(engine.argv("remove-volume", home), LONG_SECONDS).result()
+
+
+def duplicate_home(engine: Engine, session: Session, config: Config,
+                   spec: Mapping[str, Any]) -> str:
+    """A new home with what a session has in its own, for a container of this specification."""
+    image, home = present_image(engine, config), new_home()
+    try:
+        copy_home(engine, session, home)
+        renew_home(engine, home, image_of(engine, session), image, left_places(session, spec))
+    except BaseException:
+        remove_home(engine, home)
+        raise
+    return home
 
 
 def container_user(rootless: bool) -> str:
@@ -2409,6 +2612,7 @@ def remove_leftover(engine: Engine, session: Session) -> None:
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
+    remove_home(engine, session.home)
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2452,7 +2656,7 @@ TURNED_STATUS = 97
 
 def mount_turned(session: Session) -> SandboxError:
     return SandboxError(f"a mount of {session.name} now leads through a link to another place",
-                        f"look at its mounted paths, then: sandbox rm {session.name}", 125)
+                        f"look at its mounted paths, then: sandbox recreate {session.name}", 125)
 
 
 def stop_session(engine: Engine, session: Session) -> None:
@@ -2484,20 +2688,22 @@ def check_agent(engine: Engine, config: Config) -> None:
                             Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
 
-def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engine, Session]:
+def find_given(engines: Sequence[Engine], name: str, command: str,
+               code: int = 1) -> tuple[Engine, Session]:
     """The session that a command was given by its name. Raises SandboxError where there is none."""
     Layer({"containerName": name}, "check", f"{command}: ")
     engine, session = find_session(engines, name)
     if session is None:
-        raise SandboxError(f"there is no container {name}", "sandbox ps lists them")
+        raise SandboxError(f"there is no container {name}", "sandbox ps lists them", code)
     return engine, session
 
 
 def remove_session(engine: Engine, session: Session) -> None:
-    """Remove a container of ours, its anonymous volumes, its settings and its jobs."""
+    """Remove a container of ours, its volumes, its settings and its jobs."""
     with suppress(OSError):  # first: this tells others who end with it, see check_removed()
         os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
+    remove_home(engine, session.home)
     forget_files(session.name)
 
 
@@ -2552,6 +2758,30 @@ def check_removed(engine: Engine, session: Session, status: int) -> None:
 REMOVAL_STEPS = 50
 
 
+def rename_session(engine: Engine, session: Session, name: str) -> None:
+    """Give a session another name; what runs in it goes on."""
+    Layer({"containerName": name}, "check", "rename: ")
+    with lock_settings(session.name):
+        status, _, err = Output(engine.argv("rename", session.id, name)).result()
+        if status and engine.is_name_taken(err):
+            raise SandboxError(f"there is a container {name} already", "choose another name")
+        if status:
+            raise engine.failure(err)
+        forget_files(name)  # an earlier session's
+        try:
+            for path_of in (jobs_path, terminals_path, settings_path):
+                with suppress(FileNotFoundError):
+                    os.rename(path_of(session.name), path_of(name))
+        except OSError as error:
+            Output(engine.argv("rename", session.id, session.name)).result()
+            raise FileError(path_of(name), error) from None
+        with suppress(OSError):
+            os.unlink(memory_path(engine, session.name))
+        remember(engine, Session(name, session.state, session.labels, session.id))
+    with suppress(OSError):
+        os.unlink(f"{settings_path(session.name)}.lock")
+
+
 def remove_container(engine: Engine, session: Session) -> None:
     argv = engine.argv("remove", session.id or session.name)
     status, _, err = Output(argv, LONG_SECONDS).result()
@@ -2581,7 +2811,8 @@ def remove_tree(path: str) -> None:
 
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
-ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created")
+ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created",
+             "sandbox.home")
 
 
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
@@ -2992,9 +3223,11 @@ class RunRequest:
         data = read_config()
         self.config = load_config(self.flags, args.profile, data=data)
         current_directory()  # raises when it is gone
-        self.name = "" if args.new else self.config.get("containerName") or ""
+        name_of = self.flags.values.get if args.source else self.config.get
+        self.name = "" if args.new else name_of("containerName") or ""
         self.engines = candidates(self.config)
         self.session: Session | None = None
+        self.source: Session | None = None  # what it is to be a duplicate of
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
         if self.name:
@@ -3007,11 +3240,16 @@ class RunRequest:
             self.engines = [engine]
             if known and not self.session and not self.config.is_given("network"):
                 check_gone(known[1])
+        if self.session and args.source:
+            raise SandboxError(f"there is a session {self.name} already",
+                               "choose another name with -n", 125)
         if self.session:
             self.adopt(self.session, data)
         else:
-            self.name = self.name or generated_name(self.config.get("hostPath"))
             self.spec = spec_of(self.config)
+            if args.source:
+                self.take_after(*find_given(self.engines, args.source, "--from", 125))
+            self.name = self.name or generated_name(self.config.get("hostPath"))
             if not args.allow_engine_socket:
                 check_mounts(self.spec)
             check_spec(self.spec)
@@ -3024,9 +3262,7 @@ class RunRequest:
     def adopt(self, session: Session, data: Mapping[str, Any]) -> None:
         """Take profile, flags and directory from a session, and say in what it differs."""
         have, _ = session.created()
-        if session.user.split(":")[0] not in ("0", str(os.getuid())):
-            raise SandboxError(f"the session {session.name} is another user's",
-                               "choose another name with -n", 125)
+        check_owner(session)
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
         if not self.config.is_given("hostPath"):
@@ -3036,12 +3272,19 @@ class RunRequest:
             self.spec.update({key: have[key] for key in ("directory", "workdir")})
         self.spec["git"] = git_of(self.spec)
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
-        check_isolation(session, have.get("network"), self.spec["network"])
+        again = partial(recreate_command, session, self.flags, self.args.profile)
+        check_isolation(session, have.get("network"), self.spec["network"], again)
         for line in (lines := differences(have, self.spec)):
             say(f"{session.name} differs from what is asked for: {line}")
         if lines:
-            say(f"to recreate it: sandbox rm {session.name}, then run this again; "
-                "its agent's sessions are lost")
+            say(f"to create it anew, with its conversations: {again()}")
+
+    def take_after(self, engine: Engine, source: Session) -> None:
+        """Plan a duplicate of a session. The ports that it was given are its own."""
+        self.engines, self.source = [engine], source
+        flags = Layer({"ports": [], **self.flags.values}, "flags")
+        self.settings = settings_beside(source, flags)
+        self.config, self.flags, self.spec = recreation(source, flags, self.args.profile)
 
     def workdir(self) -> str:
         """The current directory as the container sees it, or the top of what is mounted."""
@@ -3067,12 +3310,19 @@ class RunRequest:
         return bool(self.agent and words & passing.union(AGENTS[self.agent].headless))
 
 
-def check_isolation(session: Session, have: Any, want: Any) -> None:
+def check_owner(session: Session) -> None:
+    """Raise SandboxError when a session is another user's."""
+    if session.user.split(":")[0] not in ("0", str(os.getuid())):
+        raise SandboxError(f"the session {session.name} is another user's",
+                           "choose another name with -n", 125)
+
+
+def check_isolation(session: Session, have: Any, want: Any, again: Callable[[], str]) -> None:
     """Raise SandboxError when a session's network is open and is not to be: a line goes unread."""
     if have in ("open", "host") and want not in ("open", "host"):
         raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
-                           f"sandbox rm {session.name}, then run this again; "
-                           f"or --net {have} to go on as it is", 125)
+                           f"{again()}, then run this again; or --net {have} to go on as it is",
+                           125)
 
 
 def check_gone(session: Session) -> None:
@@ -3264,7 +3514,7 @@ def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: 
     if fresh and 0 < code < 128:  # it ended by itself: one that is stopped ends by a signal
         lines = [f"the container {session.name} ended as soon as it was started",
                  *last_lines(engine, session)]
-        hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
+        hint = f"correct the image or the mounts, then: sandbox recreate {session.name}"
         raise NotBegun("\n".join(lines), hint, 125, sure=sure)
     message = f"the container {session.name} is {state or 'gone'}"
     if sure:
@@ -4131,9 +4381,14 @@ def make_base(engine: Engine, mirror: str) -> None:
 def open_session(request: RunRequest) -> tuple[Engine, Session]:
     """The running session of a request."""
     if not request.session:
+        home = ""
+        if request.source:
+            home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
         engine, session = create_session(request.engines, request.name, request.config,
-                                         request.flags, request.spec)
+                                         request.flags, request.spec, home)
         forget_files(session.name)  # an earlier session's
+        if request.source:
+            write_settings(session.name, request.settings)
         request.fresh = True
         return engine, session
     engine, session = request.engines[0], request.session
@@ -4178,7 +4433,7 @@ def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, An
             ours = session.user.split(":")[0] in ("0", str(os.getuid())) and not is_proxy(row)
             if ours and have["directory"] == config.get("hostPath"):
                 want = session_config(session, None, flags, args.profile, data).get("network")
-                check_isolation(session, have["network"], want)
+                check_isolation(session, have["network"], want, str)
                 found.append(row)
     return sorted(found, key=lambda row: str(row["created"]), reverse=True)
 
@@ -4244,7 +4499,7 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
             say(line)
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
-                f"sandbox rm {session.name}, then run this again")
+                f"sandbox recreate {session.name}, then run this again")
         again = (ask_next_command(request, engine, session, command, status) if asks
                  else None)
         if again is None:
@@ -4479,7 +4734,7 @@ def iso_seconds(seconds: float) -> str:
 
 def cmd_cp(args: argparse.Namespace) -> int:
     """Copy through the engine; links are copied as links."""
-    (name, source), (to, target) = split_place(args.source), split_place(args.target)
+    (name, source), (to, target) = split_place(args.copied), split_place(args.target)
     if bool(name) == bool(to):
         raise SandboxError("one of the two is in a session: NAME:PATH",
                            "for a host path with a colon write ./PATH", 2)
@@ -4514,6 +4769,35 @@ def split_place(text: str) -> tuple[str, str]:
     """Session and path of NAME:PATH; '' and the path for one of this machine."""
     name, colon, path = text.partition(":")
     return (name, path) if colon and is_plain(name, "_.-") and name[:1] not in "." else ("", text)
+
+
+def cmd_recreate(args: argparse.Namespace) -> int:
+    end_on_signals()
+    # A list that is given as '' is emptied.
+    emptied: dict[str, Any] = {name: [] for name in KEYS if getattr(args, name, None) == [""]}
+    vars(args).update(emptied)
+    flags = flags_layer(args)
+    engine, session = find_given(candidates(load_config(flags)), args.session, "recreate")
+    flags = Layer({**flags.values, **emptied}, "flags")
+    config, kept, spec = recreation(session, flags, args.profile)
+    if args.allow_engine_socket:
+        check_spec(spec)
+    else:
+        check_recreation(session, spec)
+    with_remedies(partial(recreate_session, engine, session, config, kept, spec), args.yes)
+    settings = settings_beside(session, flags)
+    with lock_settings(session.name):
+        if settings != read_settings(session.name):
+            write_settings(session.name, settings)
+    print(session.name)
+    return 0
+
+
+def cmd_rename(args: argparse.Namespace) -> int:
+    engine, session = find_given(engines_of(args), args.session, "rename")
+    rename_session(engine, session, args.new_name)
+    print(args.new_name)
+    return 0
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
@@ -4669,14 +4953,16 @@ def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]
+    ours = "sandbox-(net|home)-[0-9a-f]{10}"
+    volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
+    used = {f"sandbox-net-{id}" for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
     proxies = [row["name"] for row in rows
                if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
             *((volume, engine.argv("remove-volume", volume)) for volume in volumes
-              if volume.removeprefix("sandbox-net-") not in ids)]
+              if volume not in used)]
 
 
 def half_written() -> list[str]:
@@ -4726,6 +5012,8 @@ def show_command(args: argparse.Namespace) -> int:
         labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
+        if request.source and request.source.home:
+            calls.append(copy_home_argv(engine, request.source, session.home))
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
@@ -4740,7 +5028,8 @@ def show_command(args: argparse.Namespace) -> int:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
     if args.rm_on_exit:
         calls = [engine.argv("remove", session.name, *filter(None, [session.proxy]))]
-        calls += [engine.argv("remove-volume", session.volume)] if session.proxy else []
+        calls += [engine.argv("remove-volume", volume)
+                  for volume in filter(None, (session.volume, session.home))]
         lines += [quote_all(argv) + " >/dev/null" for argv in calls]
     print("\n".join(lines))
     return 0
@@ -4976,7 +5265,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                   "help": "list the terminals and jobs of this container"}),
     "id": ("", {"nargs": "?", "metavar": "ID",
                 "help": "of a terminal or a job, as ps NAME prints it; default: the newest"}),
-    "source": ("", {"metavar": "SOURCE", "help": "what is copied: a path, or NAME:PATH"}),
+    "copied": ("", {"metavar": "SOURCE", "help": "what is copied: a path, or NAME:PATH"}),
     "target": ("", {"metavar": "TARGET", "help": "where to: NAME:PATH, or a path"}),
     "shell": ("", {"choices": ("bash", "zsh", "fish"),
                    "help": "the shell to print a completion script for"}),
@@ -4989,6 +5278,9 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                     "help": "log: what was asked for; show: the rules; allow, deny: change them; "
                             "check: try a host"}),
     "session": ("", {"metavar": "NAME", "help": "container name"}),
+    "new_name": ("", {"metavar": "NEW", "help": "its new name"}),
+    "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
+                          "with its conversations and settings"}),
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
     "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
@@ -5079,7 +5371,7 @@ def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
     """The options of a command by the name of their value: flags, and what argparse wants."""
     of = "run" if command == "config" else command
     keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
-            if key.flags and of in key.of}
+            if key.flags and (of in key.of or (of == "recreate" and key.fixed))}
     return keys | {name: (OPTIONS[name][0].split(), OPTIONS[name][1])
                    for name in COMMANDS[command][1].split()}
 
@@ -5142,7 +5434,8 @@ def cmd_completion(args: argparse.Namespace) -> int:
 
 
 NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
-NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2}  # the word that is one, if there is one
+# The word that is one, if there is one.
+NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2}
 
 
 def complete(words: Sequence[str]) -> list[str]:
@@ -5163,7 +5456,7 @@ def complete(words: Sequence[str]) -> list[str]:
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     name = before in KEYS["containerName"].flags
     named = command in NAMED_ALONE or len(words) == NAMED_AT.get(command)
-    if name or named and not words[-1].startswith("-"):
+    if name or before == "--from" or named and not words[-1].startswith("-"):
         return [row["name"] for row in list_sessions(engines_of())]
     if command in ("attach", "logs") and len(words) == 3:
         jobs = [job["id"] for job in read_jobs(words[1])] if command == "logs" else []
@@ -5181,7 +5474,8 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = "profile new allow allow_engine_socket rm_on_exit background yes verbose"
+RUN_OPTIONS = ("source profile new allow allow_engine_socket rm_on_exit background yes "
+               "verbose")
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
@@ -5192,8 +5486,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
              cmd_logs),
     "stop": ("stop containers", "names", cmd_stop),
     "start": ("start containers that were stopped", "names", cmd_start),
-    "cp": ("copy between this machine and a session", "source target", cmd_cp),
+    "cp": ("copy between this machine and a session", "copied target", cmd_cp),
     "rm": ("remove containers", "names in_use", cmd_rm),
+    "recreate": ("create a session's container anew, its conversations stay",
+                 "session profile allow allow_engine_socket yes verbose", cmd_recreate),
+    "rename": ("give a session another name", "session new_name", cmd_rename),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),
