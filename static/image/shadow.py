@@ -15,9 +15,9 @@
     prune     {"keep": TURNS, "maxBytes": BYTES}
 
 stdout has one JSON object; a failure is {"error", "hint"}. Paths are relative to WORKSPACE; bytes
-that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or obeyed:
-only this program reads and writes it, and git sees nothing but objects, whose names all begin with
-a mark of ours, so that it knows none of them:
+that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or
+obeyed: only this program reads and writes it, and git sees nothing but objects, whose names all
+begin with a mark of ours, so that it knows none of them:
   =NAME    a file, link or directory      :m=NAME  its mode, where it is not 0644 or 0755
   :dir     a directory's own mode         :s=NAME  what was seen and not kept: kind, size, stamp
 
@@ -45,7 +45,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
@@ -77,11 +77,11 @@ CONFIG = """\
 RISKS = [(re.compile(rf"(?:.*/)?(?:{pattern})", re.IGNORECASE | re.DOTALL), reason) for
          pattern, reason in (
     (r"\.git/(?:.*/)?config(?:\.worktree)?", "git runs programs that this file names"),
-    (r"\.git/(?:.*/)?hooks/(?!.*\.sample$).*", "git runs it when one commits, merges or checks out"),
+    (r"\.git/(?:.*/)?hooks/(?!.*\.sample$).*", "git runs it at a commit, merge or checkout"),
     (r"\.git/(?:.*/)?info/attributes|\.gitattributes", "tells git which filters to run"),
     (r"\.git/(?:.*/)?(?:commondir|gitdir|alternates|worktrees/.*)|\.git",
      "tells git to use another repository, with its configuration"),
-    (r"\.git/(?:index|(?:.*/)?(?:HEAD|ORIG_HEAD|FETCH_HEAD|packed-refs|(?:refs|logs|objects|info)/.*"
+    (r"\.git/(?:index|(?:.*/)?(?:HEAD|ORIG_HEAD|FETCH_HEAD|packed-refs|(?:refs|logs|objects|info)/.*|hooks/.*\.sample"
      r"|COMMIT_EDITMSG|index|description))", ""),
     (r"\.git/.*", "git may obey it"),
     (r"\.gitmodules", "names repositories that git fetches and checks out"),
@@ -113,14 +113,17 @@ RISKS = [(re.compile(rf"(?:.*/)?(?:{pattern})", re.IGNORECASE | re.DOTALL), reas
     (r"\.pre-commit-(?:config|hooks)\.yaml|\.?lefthook.*\.(?:ya?ml|toml|json)|\.husky/.*|\.overcommit\.yml"
      r"|\.lintstagedrc.*", "runs when one commits"),
     (r"[^/]*\.config\.[cm]?[jt]s|\.?(?:eslint|prettier|babel|stylelint|mocha)rc\.[cm]?js|gulpfile.*"
-     r"|Gruntfile.*|\.eslintrc.*|\.rubocop\.yml|\.pylintrc", "a tool executes it as its configuration"),
-    (r"[^/]*\.(?:desktop|lnk|scpt|command|reg)|autorun\.inf|desktop\.ini", "a desktop may execute it"),
+     r"|Gruntfile.*|\.eslintrc.*|\.rubocop\.yml|\.pylintrc",
+     "a tool executes it to configure itself"),
+    (r"[^/]*\.(?:desktop|lnk|scpt|command|reg)|autorun\.inf|desktop\.ini",
+     "a desktop may execute it"),
 )]
 # Of these only what installing and building run counts, not the order of dependencies.
 RUNS = {"package.json": ("scripts", "bin", "husky", "lint-staged", "simple-git-hooks", "gypfile",
                          "packageManager", "workspaces"),
         "composer.json": ("scripts", "bin"), "deno.json": ("tasks",),
-        "pyproject.toml": ("build-system", "tool", "entry-points"), "cargo.toml": ("package", "build")}
+        "pyproject.toml": ("build-system", "tool", "entry-points"),
+        "cargo.toml": ("package", "build")}
 RUNS_REASON = "what installing, building or testing runs has changed"
 NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory is only counted",
             "objects": "a repository's objects are not kept", "full": "the store was full",
@@ -165,8 +168,8 @@ def in_git(path: str) -> bool:
 
 def whole_git(path: str) -> str:
     """The .git directory that a path lies in, or the path: half of a .git is worse than none."""
-    parts = path.split("/")
-    return "/".join(parts[: parts.index(".git") + 1]) if ".git" in parts else path
+    parts = canonical(path).split("/")
+    return "/".join(path.split("/")[: parts.index(".git") + 1]) if ".git" in parts else path
 
 
 def below(path: str, tops: Sequence[str] | set[str]) -> bool:
@@ -192,7 +195,7 @@ class Pack:
         if self.known is None:
             self.known = self.find_known()
             self.path = os.path.join(self.folder, f"tmp-{secrets.token_hex(8)}")
-            self.file = open(self.path, "w+b", buffering=1 << 20)
+            self.file = open(self.path, "w+b", buffering=1 << 20)  # noqa: SIM115 - for all puts
             self.file.write(bytes(12))
         if name in self.known:
             return name
@@ -222,7 +225,7 @@ class Pack:
         self.file.seek(0)
         self.file.write(b"PACK" + struct.pack(">II", 2, len(self.rows)))
         self.file.seek(0)
-        check = hashlib.file_digest(self.file, "sha256").digest()
+        check = hashlib.file_digest(self.file, "sha256").digest()  # type: ignore[arg-type]
         self.file.write(check)
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -261,7 +264,7 @@ class Store:
         self.folder, self.packs = folder, os.path.join(folder, "git/objects/pack")
         for name in ("git/objects/pack", "git/refs", "git/info", "rules", "tmp"):
             os.makedirs(os.path.join(folder, name), mode=0o700, exist_ok=True)
-        self.lock = open(os.path.join(folder, "lock"), "w")
+        self.lock = open(os.path.join(folder, "lock"), "w")  # noqa: SIM115 - until the end
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         if not os.path.exists(self.at("git/HEAD")):
             write(self.at("git/config"), CONFIG.encode())
@@ -311,10 +314,11 @@ class Store:
             raise damaged(f"git {words[0]}: {done.stderr.decode(errors='replace').strip()[:500]}")
         return done.stdout
 
-    def ask(self, word: str, id: str) -> tuple[int, Any]:
+    def ask(self, word: str, id: str) -> tuple[int, IO[bytes]]:
         if not self.reader:
             self.reader = subprocess.Popen(**self.argv("cat-file", "--batch-command"),
-                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                           stderr=subprocess.DEVNULL)
         assert self.reader.stdin and self.reader.stdout
         self.reader.stdin.write(f"{word} {id}\n".encode())
         self.reader.stdin.flush()
@@ -328,7 +332,7 @@ class Store:
 
     def get(self, id: str) -> bytes:
         size, stream = self.ask("contents", id)
-        return bytes(stream.read(size + 1)[:-1])
+        return stream.read(size + 1)[:-1]
 
     def note(self, id: str) -> bytes:
         if id not in self.notes:
@@ -368,13 +372,11 @@ class Store:
             yield path, before.get("") or after[""], after.get("") or before[""]
         for name in sorted((before.keys() | after.keys()) - {""}):
             here, a, b = f"{path}/{name}" if path else name, before.get(name), after.get(name)
-            inside = [entry.id if entry and entry.kind == DIR else "" for entry in (a, b)]
-            if a and b and a.kind == b.kind == DIR:
-                yield from self.changes(*inside, here)
-            elif a != b:
-                own = [self.entries(id).get("") if id else None for id in inside]
-                yield here, own[0] if inside[0] else a, own[1] if inside[1] else b
-                yield from self.changes(*inside, here)
+            one, two = (entry.id if entry and entry.kind == DIR else "" for entry in (a, b))
+            if not (one and two) and a != b:
+                yield (here, self.entries(one).get("") if one else a,
+                       self.entries(two).get("") if two else b)
+            yield from self.changes(one, two, here)
 
     def merge(self, base: str, ours: str, theirs: str) -> tuple[str, set[str]]:
         """The tree, and the paths in conflict, whose entries in it mean nothing."""
@@ -452,7 +454,7 @@ class Rules:
                 os.unlink(store.at("git/info/exclude"))
 
     def freeze(self, path: str, data: bytes) -> None:
-        if path == ".git/info/exclude":
+        if path == "exclude":
             return write(self.store.at("git/info/exclude"), data)
         target = os.path.join(self.folder, os.fsencode(path))
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -498,12 +500,26 @@ class Rules:
             if not data:
                 raise damaged("git check-ignore has ended")
             answer += data
-        words = answer.split(b"\0")  # for each: file of rules, line, pattern, path
-        return {words[at + 3] for at in range(0, 4 * len(paths), 4)
-                if words[at] and not words[at + 2].startswith(b"!")}
+        parts = answer.split(b"\0")  # for each: file of rules, line, pattern, path
+        return {parts[at + 3] for at in range(0, 4 * len(paths), 4)
+                if parts[at] and not parts[at + 2].startswith(b"!")}
 
 
 # --- The walk ---
+
+
+@contextlib.contextmanager
+def opened(root: int, path: str) -> Iterator[int]:
+    """A descriptor of a directory below another one, no part of the path a link. Raises OSError."""
+    fd = os.dup(root)
+    try:
+        for part in path.split("/") if path else ():
+            inner = os.open(part, FLAGS | os.O_DIRECTORY, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
 
 
 class Walk:
@@ -524,7 +540,8 @@ class Walk:
         try:
             self.root = os.open(workspace, FLAGS | os.O_DIRECTORY)
         except OSError as error:
-            raise Failure(f"{printable(workspace)}: {error.strerror}", "Is it still there?") from None
+            raise Failure(f"{printable(workspace)}: {error.strerror}",
+                          "Is it still there?") from None
         self.tree = self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False).hex()
 
     def read_cache(self) -> dict[str, tuple[bytes, dict[str, Seen], int]]:
@@ -573,9 +590,9 @@ class Walk:
                 elif not (git and name.endswith(".lock")):
                     fresh.append((name, key))
         prefix = f"{path}/" if path else ""
-        if fresh and not self.rules.frozen:
-            self.freeze(fd, prefix, [name for name, _ in fresh])
-        is_repository = git and ("HEAD" in now or any(name == "HEAD" for name, _ in fresh))
+        if not (git or self.rules.frozen):
+            self.freeze(fd, prefix)
+        objects = git and not {"refs", "logs"} & {*path.split("/")}
         new = [name for name, _ in folders if name != ".git"
                and (name not in old or old[name][2] not in (DIR, IGNORED))]
         large = [name for name, key in fresh if IGNORED_BYTES < key[1] <= WHOLE_BYTES]
@@ -587,7 +604,7 @@ class Walk:
                     self.racy.append((path, name))
         for name, folder_mode in folders:
             inside = git or name == ".git"
-            if is_repository and name == "objects":
+            if objects and name == "objects":
                 now[name] = None, self.note("objects"), NOTE
             elif not inside and (name in ignored or (name in old and old[name][2] == IGNORED)):
                 now[name] = None, self.note("ignored", *self.count(fd, name)), IGNORED
@@ -614,14 +631,13 @@ class Walk:
         finally:
             os.close(inner)
 
-    def freeze(self, fd: int, prefix: str, names: list[str]) -> None:
-        wanted = ".git/info/exclude" if prefix == ".git/info/" else f"{prefix}.gitignore"
-        name = os.path.basename(wanted)
-        if name in names:
-            st = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            if stat.S_ISREG(st.st_mode) and st.st_size <= IGNORED_BYTES:
-                with contextlib.suppress(OSError):
-                    self.rules.freeze(wanted, self.read(fd, name, st.st_size)[0])
+    def freeze(self, fd: int, prefix: str) -> None:
+        """Take over the rules of a directory, and at the top those of its repository."""
+        for folder, name in (("", ".gitignore"), *([] if prefix else [(".git/info", "exclude")])):
+            with contextlib.suppress(OSError), opened(fd, folder) as inner:
+                st = os.stat(name, dir_fd=inner, follow_symlinks=False)
+                if stat.S_ISREG(st.st_mode) and st.st_size <= IGNORED_BYTES:
+                    self.rules.freeze(prefix + name, self.read(inner, name, st.st_size)[0])
 
     def file(self, fd: int, name: str, key: Key, ignored: bool) -> tuple[Seen, bool] | None:
         """What is kept of it, and whether the next snapshot may rely on that."""
@@ -757,55 +773,44 @@ class Restore:
                 self.changes[path] = old, new
                 self.done[path] = status(old, new)
 
-    @contextlib.contextmanager
-    def folder(self, path: str) -> Iterator[int]:
-        """A descriptor of a directory of the workspace, no part of it a link. Raises OSError."""
-        fd = os.dup(self.walk.root)
-        try:
-            for part in path.split("/") if path else ():
-                inner = os.open(part, FLAGS | os.O_DIRECTORY, dir_fd=fd)
-                os.close(fd)
-                fd = inner
-            yield fd
-        finally:
-            os.close(fd)
-
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
         for folder, name in self.walk.leftovers:
-            with contextlib.suppress(OSError), self.folder(folder) as fd:
+            with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
                 os.unlink(name, dir_fd=fd)
         self.store.state["temporary"] = f".shadow-{secrets.token_hex(8)}-"
         self.store.save()
-        wanted = {path: new for path, (old, new) in self.changes.items() if new
-                  and new.kind in (FILE, LINK) and (old is None or old[::2] != new[::2])}
+        order = sorted(self.changes.items())
         try:
-            for path, new in wanted.items():
-                self.stage(path, new)
-            order = sorted(self.changes)
-            for path in reversed(order):
-                self.step(path, self.remove)
-            for path in order:
-                self.step(path, self.place)
-            for path in reversed(order):
-                self.step(path, self.set_folder_mode)
+            for path, (old, new) in order:
+                if new and new.kind in (FILE, LINK) and (not old or old[::2] != new[::2]):
+                    self.stage(path, new)
+            for path, (old, new) in reversed(order):
+                if old and (new is None or DIR in {old.kind, new.kind} and old.kind != new.kind):
+                    self.step(path, self.remove, old)
+            for path, (old, new) in order:
+                if new and not (old and old.kind == new.kind == DIR):
+                    self.step(path, self.place, new)
+            for path, (_, new) in reversed(order):
+                if new and new.kind == DIR:
+                    self.step(path, self.set_folder_mode, new)
         except OSError as error:
             raise Failure(f"nothing was changed, for it cannot be written: {error.strerror}",
                           "Is there space, and may one write there?") from None
         finally:
             for folder, name in self.staged.values():
-                with contextlib.suppress(OSError), self.folder(folder) as fd:
+                with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
                     os.unlink(name, dir_fd=fd)
         for path in self.left:
             self.done.pop(path, None)
 
-    def step(self, path: str, action: Callable[[int, str, str, Any, Any], None]) -> None:
+    def step(self, path: str, action: Callable[[int, str, str, Entry], None], entry: Entry) -> None:
         if path in self.left:
             return
         folder, _, name = path.rpartition("/")
         try:
-            with self.folder(folder) as fd:
-                action(fd, name or ".", path, *self.changes[path])
+            with opened(self.walk.root, folder) as fd:
+                action(fd, name or ".", path, entry)
         except OSError as error:
             self.left[path] = (error.strerror or str(error)).lower()
 
@@ -816,7 +821,7 @@ class Restore:
         while near not in self.walk.folders:
             near = near.rpartition("/")[0]
         temporary = f"{self.store.state['temporary']}{len(self.staged)}"
-        with self.folder(near) as fd:
+        with opened(self.walk.root, near) as fd:
             owner = os.fstat(fd)
             if near == folder and self.walk.key(path):
                 with contextlib.suppress(FileNotFoundError):
@@ -836,8 +841,8 @@ class Restore:
             finally:
                 os.close(file)
 
-    def check(self, fd: int, name: str, path: str) -> bool:
-        """Is it there, as the walk has seen it? Raises OSError where it is another."""
+    def check(self, fd: int, name: str, path: str) -> None:
+        """Is it as the walk has seen it? Raises OSError."""
         try:
             st = os.stat(name, dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -845,35 +850,29 @@ class Restore:
         seen = None if self.changes[path][0] is None else self.walk.key(path) or ""
         if (st and ("" if stat.S_ISDIR(st.st_mode) else key_of(st))) != seen:
             raise OSError("it has changed meanwhile")
-        return st is not None
 
-    def remove(self, fd: int, name: str, path: str, old: Entry | None, new: Entry | None) -> None:
-        if old and (new is None or (old.kind == DIR) != (new.kind == DIR)):
-            self.check(fd, name, path)
-            if old.kind == DIR:
-                os.rmdir(name, dir_fd=fd)
-            else:
-                os.unlink(name, dir_fd=fd)
-            self.changes[path] = None, new
+    def remove(self, fd: int, name: str, path: str, old: Entry) -> None:
+        self.check(fd, name, path)
+        if old.kind == DIR:
+            os.rmdir(name, dir_fd=fd)
+        else:
+            os.unlink(name, dir_fd=fd)
+        self.changes[path] = None, self.changes[path][1]
 
-    def place(self, fd: int, name: str, path: str, old: Entry | None, new: Entry | None) -> None:
-        if new is None or (old and old.kind == new.kind == DIR):
-            return
+    def place(self, fd: int, name: str, path: str, new: Entry) -> None:
+        self.check(fd, name, path)
         if new.kind == DIR:
             os.mkdir(name, 0o700, dir_fd=fd)
-            return own(name, os.fstat(fd), dir_fd=fd, follow_symlinks=False)
-        self.check(fd, name, path)
-        if path in self.staged:
-            with self.folder(self.staged[path][0]) as near:
+            own(name, os.fstat(fd), dir_fd=fd, follow_symlinks=False)
+        elif path in self.staged:
+            with opened(self.walk.root, self.staged[path][0]) as near:
                 os.rename(self.staged[path][1], name, src_dir_fd=near, dst_dir_fd=fd)
             del self.staged[path]
         else:
             set_mode(fd, name, new.mode)
 
-    def set_folder_mode(self, fd: int, name: str, path: str, old: Entry | None, new: Entry | None,
-                        ) -> None:
-        if new and new.kind == DIR:
-            set_mode(fd, name, new.mode, os.O_DIRECTORY)
+    def set_folder_mode(self, fd: int, name: str, path: str, new: Entry) -> None:
+        set_mode(fd, name, new.mode, os.O_DIRECTORY)
 
 
 def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
@@ -919,7 +918,8 @@ def risks(store: Store, path: str, old: Entry | None, new: Entry | None, agents:
     if names and re.search(rf"(?:^|/)\.?(?:{names})(?:\.[^/]*)?(?:/|$)", path, re.IGNORECASE):
         found.append("agents on the host obey it")
     wanted = RUNS.get(path.rpartition("/")[2].lower())
-    if wanted and new and what_runs(store, old, wanted, path) != what_runs(store, new, wanted, path):
+    if wanted and new and (what_runs(store, old, wanted, path)
+                           != what_runs(store, new, wanted, path)):
         found.append(RUNS_REASON)
     if new and new.kind == FILE:
         before = old.mode if old and old.kind == FILE else 0
@@ -954,13 +954,14 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
                 agents: Sequence[str]) -> list[dict[str, Any]]:
     found = dict[str, dict[str, Any]]()
     for path, a, b in store.changes(old, new):
-        if not below(path, paths) or not (a and b) and DIR in [side.kind for side in (a, b) if side]:
+        sides = [side for side in (a, b) if side]
+        if not below(path, paths) or [side.kind for side in sides] == [DIR]:
             continue
         row = found[path] = {
             "path": path, "status": status(a, b), "oldMode": octal(a), "newMode": octal(b),
             "size": store.size(b.id) if b and b.kind in (FILE, LINK) else None, "binary": False,
             "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
-        for note in [side for side in (a, b) if side and side.kind == NOTE]:
+        for note in [side for side in sides if side.kind == NOTE]:
             kind, *values = store.note(note.id).decode().split()
             row |= {"kept": False, "seen": kind}
             if kind == "ignored":
@@ -970,8 +971,8 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
     words = ["diff-tree", "-r", "--no-renames", "--no-textconv", "--no-ext-diff", "--no-color"]
     for line in store.git(*words, "-z", "--numstat", old, new).split(b"\0")[:-1]:
         added, deleted, name = line.split(b"\t", 2)
-        if row := counted(found, name):
-            row |= {"binary": True} if added == b"-" else {
+        if counts := counted(found, name):
+            counts |= {"binary": True} if added == b"-" else {
                 "added": int(added), "deleted": int(deleted)}
     if patch:
         add_patch(store, [*words, "-p", "--no-prefix", old, new, "--", *map(marked, paths)], found)
@@ -1000,7 +1001,7 @@ def add_patch(store: Store, words: list[str], found: dict[str, dict[str, Any]]) 
     for names, section in zip(sections[::2], sections[1::2], strict=True):
         name = names[: len(names) // 2]  # twice the same, for renames are not looked for
         if name.startswith(b'"'):
-            name = codecs.escape_decode(name[1:-1])[0]  # type: ignore[attr-defined]
+            name = codecs.escape_decode(name[1:-1])[0]
         row = counted(found, name)
         hunks = re.search(rb"^@@ .*", section, re.MULTILINE | re.DOTALL)
         if row and hunks:
@@ -1019,10 +1020,10 @@ class Request:
         self.label = self.take("tree", str, "main")
         if not re.fullmatch("[a-z]{1,20}", self.label):
             raise Usage(f"{self.label!r} is no name of a tree")
-        self.paths = [os.path.normpath(path) for path in self.take("paths", list, [])]
+        self.paths = [os.path.normpath(path) for path in self.take("paths", list, [])] or ["."]
         if any(path.startswith(("/", "..")) or "\0" in path for path in self.paths):
             raise Usage("paths begin at the top of the workspace")
-        self.paths = [path.removeprefix(".") if path == "." else path for path in self.paths] or [""]
+        self.paths = ["" if path == "." else path for path in self.paths]
         self.agents = self.take("agents", list, [])
         self.keep = self.take("keep", int, KEEP_TURNS)
         self.most = self.take("maxBytes", int, STORE_BYTES)
@@ -1030,7 +1031,8 @@ class Request:
 
     def take(self, key: str, kind: type, default: Any) -> Any:
         value = self.given.get(key, default)
-        if type(value) is not kind or kind is list and not all(type(v) is str for v in value):
+        if type(value) is not kind or (isinstance(value, list)
+                                       and not all(isinstance(word, str) for word in value)):
             raise Usage(f"{key} is no {kind.__name__}")
         return value
 
@@ -1179,7 +1181,8 @@ class Request:
             self.store.state["temporary"] = ""
             after = self.walk().tree
             event = self.event(kind, walk.tree, turns=turns, **more)
-            event |= {"after": after, "files": len(restore.done), "when": self.take("when", str, "")}
+            event |= {"after": after, "files": len(restore.done),
+                      "when": self.take("when", str, "")}
             if self.paths == [""] and (restore.done or not restore.left):
                 for other in self.events:
                     if other["id"] in turns:
