@@ -12,7 +12,7 @@ import pytest
 from browser import DESKTOP, PHONE, Browser, Page, chromium
 from conftest import IMAGE, write_config
 from fuzz import AGENTS, STREAMS, TILES, TURNS, streams
-from service import PASSWORD, Service, free_port
+from service import PASSWORD, Service, free_port, wait_for
 
 # The pages see the service and no engine: what differs between engines is tested at the service's
 # API.
@@ -239,6 +239,21 @@ def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, na
     page.wait(
         "![...document.querySelectorAll('.sessions .name')]"
         f".some((e) => e.textContent === {json.dumps(name)})")
+
+
+def test_who_uses_a_session_is_named_before_it_is_removed(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo going; sleep 87654")
+    wait_for(lambda: service.get(f"/api/sessions/{name}/users").json["users"])
+    with chromium() as browser:
+        page = browser.page()
+        log_in(page, service)
+        open_screen(page, service, name, "command")
+        page.click(".acts button[aria-label^=Remove]")
+        page.see("It is in use, and this ends: sleep 87654", "dialog")
+        page.click("dialog .quiet")
+        assert service.get(f"/api/sessions/{name}/jobs/{job['id']}").json["state"] == "running"
+        page.close()
 
 
 # --- Command mode ---

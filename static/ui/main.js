@@ -186,8 +186,10 @@ function mayStop(name) {
 }
 
 async function remove(name) {
+  const users = await api.users(name);
   const text = "The container goes, and with it the agent's conversation and this session's settings and history. "
-    + "Your directory stays as it is.";
+    + "Your directory stays as it is."
+    + (users.length ? ` It is in use, and this ends: ${users.slice(0, 3).join("; ")}${users.length > 3 ? " …" : ""}` : "");
   if (!(await confirmed(`Remove ${name}?`, text, "Remove"))) return;
   await api.remove(name);
   toast(`${name} was removed`);
