@@ -1860,7 +1860,8 @@ class News:
             os.unlink(f"{folder}/untold")  # of several servers one tells it
             if job["state"] != "cancelled":
                 failed = job["exit"] != 0
-                text = last_words(output_tail(session.name, id, LAST_WORDS_BYTES),
+                out, err = last_output(folder)
+                text = last_words(f"{out}\n{err}" if failed else f"{err}\n{out}",
                                   job.get("agent", ""), failed)
                 self.tell(session, "error" if failed else "turn", text or job["error"] or "",
                           turn=id, status=job["exit"])
@@ -1915,6 +1916,16 @@ class News:
             sandbox.wait_for(pid)
 
         threading.Thread(target=read, daemon=True).start()
+
+
+def last_output(folder: str) -> list[str]:
+    """The end of what a job has printed, of each stream: a line of one may cut one of the other."""
+    parts = [bytearray(), bytearray()]
+    size = os.stat(f"{folder}/output").st_size
+    with closing(Follower(folder, max(0, size - LAST_WORDS_BYTES))) as follower:
+        while piece := follower.next():
+            parts[piece[0]] += piece[1]
+    return [part.decode(errors="replace") for part in parts]
 
 
 CONTROL = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?)")

@@ -3,14 +3,13 @@ person's own command and to pages."""
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import Browser, Page, chromium
-from conftest import Engine, write_config
+from conftest import PYTHON, Engine, write_config
 from fuzz import AGENTS, STREAMS, streams
 from service import Service, wait_for
 from test_browser import log_in, open_screen, permit
@@ -19,7 +18,7 @@ import sandbox
 from sandbox_web import Calls, last_words
 
 # A command that writes each event into a file of its own, and tells how many of it run.
-PROGRAM = f"""#!{sys.executable}
+PROGRAM = f"""#!{PYTHON}
 import os, sys, time
 folder = os.path.dirname(os.path.abspath(__file__))
 event = sys.stdin.read()
