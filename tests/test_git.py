@@ -219,6 +219,27 @@ def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Workt
     assert mounted.stderr == "" and ".git" in mounted.stdout.split()
 
 
+def test_a_project_whose_repository_lies_elsewhere_gets_a_hint(engine: Engine, worktree: Worktree,
+                                                               name: str) -> None:
+    """A submodule, for one. What its .git says is not repeated as something to mount."""
+    worktree.host(worktree.top, "-c", "protocol.file.allow=always", "submodule", "-q", "add",
+                  str(worktree.path), "sub")
+    ran = engine.sandbox("run", "-n", name, "-x", "true", cwd=worktree.top / "sub")
+    (said,) = ran.stderr.splitlines()
+    assert "git does not work" in said and "leads to another place" in said and "-v" not in said
+
+
+def test_a_session_of_before_says_what_it_lacks(linked: tuple[Path, Path],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, admin = linked
+    monkeypatch.chdir(tree)
+    spec = sandbox.spec_of(sandbox.load_config())
+    before = {key: value for key, value in spec.items() if key != "git"}
+    assert sandbox.differences(before, spec) == [
+        f"git: it has none, asked for is {admin.parents[1]}"]
+    assert sandbox.differences(spec, spec) == []
+
+
 # --- What a .git says is not believed ---
 
 
@@ -464,12 +485,17 @@ def test_the_recipes_for_an_ssh_agent(worktree: Worktree, git_image: list[str], 
     recipe = recipe.replace("-n shop", f"-n {name} {image}")
     assert recipe.count("git push") == recipe.count("git commit") == 1
     recipe = recipe.replace("git push", "ssh-add -l").replace("git commit", "git commit -a")
-    script = (f"set -e\nsandbox() {{ {PYTHON} {engine.area}/app \"$@\"; }}\nmkdir -m 700 ~/.ssh\n"
-              f"touch ~/.ssh/known_hosts\nssh-keygen -q -t ed25519 -N '' -f ~/.ssh/id_ed25519\n"
-              f"{recipe}")
+    # podman keeps its images in the home directory
+    script = f"""set -e
+        home=$HOME HOME={folder}
+        sandbox() {{ HOME=$home {PYTHON} {engine.area}/app "$@"; }}
+        mkdir -m 700 ~/.ssh
+        touch ~/.ssh/known_hosts
+        ssh-keygen -q -t ed25519 -N '' -f ~/.ssh/id_ed25519
+        """ + recipe
     (worktree.path / "price").touch()
     worktree.host(worktree.path, "add", "price")
-    env = {"HOME": str(folder), "SANDBOX_HOME": str(folder / ".sandbox"), **AUTHOR}
+    env = {"SANDBOX_HOME": str(folder / ".sandbox"), **AUTHOR}
     ran = subprocess.run(["sh", "-c", script], stdin=subprocess.DEVNULL, capture_output=True,
                          text=True, **engine.where(cwd=worktree.path, env=env))
     for pid in re.findall(r"SSH_AGENT_PID=(\d+)", ran.stdout):
