@@ -21,10 +21,10 @@ All that it uses of sandbox.py (a test compares this list with the code):
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings AGENTS options_of
-    engines: Engine Image candidates missing_image
-    sessions: Session find_session list_sessions create_session recreate_session start_session
-        stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
-        differences git_of
+    engines: Engine candidates present_image
+    sessions: Session find_session list_sessions create_session recreation check_recreation
+        recreate_session start_session stop_session remove_session users_of forget_files
+        generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
     processes: spawn wait_for Output end_on_signals
@@ -1133,24 +1133,16 @@ def finish_start(app: App, engine: Engine, session: Session, status: int = 200) 
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     """Put a new container from what is configured now in the place of the old one.
 
-    Its settings and jobs stay.
+    Its home, settings and jobs stay.
     """
     engine, session = find(params["session"])
-    have, kept = session.created()
-    place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = sandbox.session_config(session, flags=Layer(place, "request"))
-    spec = sandbox.spec_of(config)
+    config, kept, spec = sandbox.recreation(session, Layer({}, "request"))
     with as_request_error():
-        sandbox.check_spec(spec)
-        # A link in a path may lead to an engine's socket by now.
-        if (spec["sources"], spec["git"]) != (have.get("sources"), have.get("git")):
-            sandbox.check_mounts(spec)
-    if not sandbox.Image(engine, config.image).id:  # before anything goes
-        raise sandbox.missing_image(engine, config)
+        sandbox.check_recreation(session, spec)
+    sandbox.present_image(engine, config)  # before anything goes
     app.terminals.close_all(session.name)
     try:
-        flags = Layer({**kept, **place}, "created")
-        session = sandbox.recreate_session(engine, session, config, flags, spec)
+        session = sandbox.recreate_session(engine, session, config, kept, spec)
     finally:
         app.sessions.expire()
     return finish_start(app, engine, session)
@@ -1159,6 +1151,12 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     return json_answer(session_data(session, engine))
+
+
+def get_users(_app: App, _request: Request, params: Params) -> Answer:
+    """What would end with the session: the commands of all who use it."""
+    engine, session = find(params["session"])
+    return json_answer({"users": sandbox.users_of(engine, session)})
 
 
 def delete_session(app: App, _request: Request, params: Params) -> Answer:
@@ -2306,6 +2304,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
     ("DELETE", SESSION, delete_session),
+    ("GET", SESSION + "/users", get_users),
     ("POST", SESSION + "/start", post_start),
     ("POST", SESSION + "/stop", post_stop),
     ("POST", SESSION + "/recreate", post_recreate),
