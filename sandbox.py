@@ -2869,7 +2869,7 @@ GIT_DIRECTORY = "/run/sandbox-git"
 GIT_FILE_BYTES = 64 * 1024
 
 
-def read_small(path: str, follow: int = 0) -> str:
+def read_small(path: str, follow: bool = False) -> str:
     """The text of a small regular file, '' for anything else, a link (unless `follow`) included."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
@@ -2974,7 +2974,8 @@ def git_note(spec: Mapping[str, Any]) -> str:
     if any(within(top, source) is not None for source in sources):
         return ""
     if top != directory:
-        more = f", or with -v {quote_all([f'{top}:{top}'])}" if ":" not in top else ""
+        helps = ":" not in top and spec["workdir"] == spec["directory"]
+        more = f", or with -v {quote_all([f'{top}:{top}'])}" if helps else ""
         return (f"git does not work in {directory}: its repository {top} is not mounted; run from "
                 f"{top}{more}")
     if os.path.isfile(f"{top}/.git") and not linked_admin(top)[1]:

@@ -205,8 +205,8 @@ def test_what_mounts_show_already_stays_as_it_is(worktree: Worktree, git_image: 
     assert worktree.host(worktree.top, "config", "a.b") == "c\n"
 
 
-def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Worktree, name: str,
-                                                 ) -> None:
+def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Worktree,
+                                                 git_image: list[str], name: str) -> None:
     below = worktree.top / "below"
     below.mkdir()
     os.chown(below, engine.uid, engine.gid)
@@ -214,9 +214,12 @@ def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Workt
     (said,) = ran.stderr.splitlines()
     assert f"git does not work in {below}" in said and f"-v {worktree.top}:{worktree.top}" in said
     assert engine.sandbox("run", "-n", name, "-x", "true", cwd=below).stderr == ""
-    mounted = engine.sandbox("run", "-n", f"{name}b", "-v", f"{worktree.top}:{worktree.top}",
-                             "-x", "ls -a ..", cwd=below)
-    assert mounted.stderr == "" and ".git" in mounted.stdout.split()
+    mounted = engine.sandbox("run", "-n", f"{name}b", *git_image, "-v",
+                             f"{worktree.top}:{worktree.top}", "-x", "touch f; git status --short",
+                             cwd=below)
+    assert (mounted.stdout, mounted.stderr) == ("?? ./\n", "")
+    other = engine.sandbox("run", "-n", f"{name}c", "--cp", "/work", "-x", "true", cwd=below)
+    assert "run from" in other.stderr and "-v" not in other.stderr
 
 
 def test_a_project_whose_repository_lies_elsewhere_gets_a_hint(engine: Engine, worktree: Worktree,
