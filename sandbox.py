@@ -2866,7 +2866,7 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
 # In a container the repository of a linked worktree is read-only there, but for what a commit
 # writes. So nothing can be added that git on this machine obeys: hooks, configuration, `commondir`.
 GIT_DIRECTORY = "/run/sandbox-git"
-GIT_FILE_BYTES = 64 * 1024
+GIT_FILE_BYTES = 256 * 1024
 
 
 def read_small(path: str, follow: bool = False) -> str:

@@ -192,6 +192,20 @@ def test_a_worktree_of_any_name_at_any_path(engine: Engine, git_image: list[str]
     assert ran.stdout == f"## topic\n{odd.path}\n", ran.stderr
 
 
+def test_a_worktree_of_a_bare_repository(worktree: Worktree, git_image: list[str], name: str,
+                                         ) -> None:
+    """Which has no logs, no index and its HEAD detached from all worktrees."""
+    base = worktree.top.parent
+    worktree.host(base, "clone", "-q", "--bare", str(worktree.top), "bare")
+    worktree.host(base / "bare", "worktree", "add", "-q", str(base / "leaf"))
+    commit = "git commit -q --allow-empty -m inside && git status --short --branch"
+    ran = worktree.engine.sandbox("run", "-n", name, *git_image, *AS_AGENT, "-x", commit,
+                                  cwd=base / "leaf")
+    (said,) = ran.stderr.splitlines()
+    assert str(base / "bare") in said and ran.stdout == "## leaf\n"
+    assert worktree.host(base / "bare", "log", "-1", "--format=%s", "leaf") == "inside\n"
+
+
 def test_what_mounts_show_already_stays_as_it_is(worktree: Worktree, git_image: list[str],
                                                  name: str) -> None:
     """The repository that the person mounts is writable, as before; so is one that is the project.
@@ -276,7 +290,7 @@ LIES: dict[str, Callable[[Path, Path], object]] = {
     "another": lambda tree, admin: (tree / ".git").write_text(f"gitdir: {admin.parent}/b\n"),
     "control": lambda tree, admin: (tree / ".git").write_text(f"gitdir: {admin}\r\n"),
     "nul": lambda tree, admin: (tree / ".git").write_text(f"gitdir: {admin}\0\n"),
-    "long": lambda tree, _: (tree / ".git").write_text("gitdir: " + "a" * 100_000),
+    "long": lambda tree, _: (tree / ".git").write_text("gitdir: " + "a" * 300_000),
     "fifo": lambda tree, _: replace(tree / ".git", os.mkfifo),
     "link": lambda tree, _: replace(tree / ".git", lambda at: at.symlink_to("aside")),
     "folder": lambda tree, _: replace(tree / ".git", Path.mkdir),
