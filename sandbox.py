@@ -2441,7 +2441,7 @@ def recreation(session: Session, flags: Layer,
     """What a session is to be created from anew, with these flags: its configuration, what of that
     its labels keep, and its specification.
 
-    A list among the flags takes the place of the one that was given before.
+    A list among the flags takes the place of the one that was given before; env files are added.
     """
     check_owner(session)
     have, kept = session.created()
@@ -2449,11 +2449,15 @@ def recreation(session: Session, flags: Layer,
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
     kept |= {name: value for name, value in flags.values.items() if KEYS[name].fixed}
+    if files := [*kept.get("envFile", ()), *flags.values.get("envFile", ())]:
+        kept["envFile"] = files
     if "network" in flags.values:
         now = session_config(session).get("network")
         kept["network"] = with_rules(now, flags.values["network"])
     config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
-    return config, Layer(kept, "created"), spec_of(config)
+    layer = Layer(kept, "created")
+    layer.variables = list(dict.fromkeys([*session.variables(), *flags.variables]))
+    return config, layer, spec_of(config)
 
 
 def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
@@ -2495,7 +2499,6 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
-    flags.variables = flags.variables or session.variables()
     stop_session(engine, session)
     try:
         engine.ask(engine.argv("rename", session.id, aside))
@@ -4494,7 +4497,7 @@ def choose_session(args: argparse.Namespace) -> None:
 
     The name that was chosen becomes that of -n.
     """
-    if args.new or args.rm_on_exit or not (on_terminal() and can_ask()):
+    if args.new or args.source or args.rm_on_exit or not (on_terminal() and can_ask()):
         return
     config = load_config(flags_layer(args), args.profile)
     here = [] if config.get("containerName") else sessions_here(config, args)
@@ -4611,7 +4614,7 @@ MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
     """The command that goes on after a run: with all that the session does not remember itself."""
-    (_, kept), known, flags = session.created(), session.variables(), request.flags
+    (_, kept), known, flags = session.created(), session.variables(), flags_layer(request.args)
     words = ["sandbox", "run", "-n", session.name]
     profile, default = request.config.profile, load_config().get("runtime")
     if engine.name != (default or next(filter(program, ENGINES), "")):
@@ -4953,6 +4956,9 @@ def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
         print("".join(f"{row['id']}\n" for row in rows), end="")
     else:
         print_columns(("id", "kind", "state", "status", "started", "ended", "what"), rows)
+        ports = session.created()[0]["ports"] if session.state == "running" else []
+        for line in unheard_ports(engine, session.name, ports) if ports else ():
+            say(line)
     return 0
 
 
