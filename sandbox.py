@@ -1412,13 +1412,14 @@ class Engine:
     # -- containers --
 
     def inspect_argv(self, name: str) -> list[str]:
-        form = "{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{json .Config.Labels}}"
+        form = ("{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{.State.Pid}} "
+                "{{json .Config.Labels}}")
         return [self.name, "container", "inspect", "--format", form, name]
 
-    def read_inspected(self, out: str) -> tuple[str, str, str, int, dict[str, str]]:
-        """Id, name, state, exit status and labels of a container."""
-        id, name, state, code, labels = out.strip().split(" ", 4)
-        return id, name.lstrip("/"), state, int(code), parse_json(labels) or {}
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
+        """Id, name, state, exit status, pid (0 for unknown) and labels of a container."""
+        id, name, state, code, pid, labels = out.strip().split(" ", 5)
+        return id, name.lstrip("/"), state, int(code), int(pid), parse_json(labels) or {}
 
     def is_absent(self, err: str) -> bool:
         """Whether a call failed because there is no such container."""
@@ -1957,10 +1958,14 @@ def ask_person(text: str) -> str:
 
 
 class Session:
-    """A container as its labels describe it; `id` is the engine's, '' before there is one."""
+    """A container as its labels describe it; `id` is the engine's, '' before there is one.
+
+    `process` is mark_of() its first process, None for unknown.
+    """
 
     def __init__(self, name: str, state: str, labels: Mapping[str, str], id: str = "") -> None:
         self.name, self.state, self.labels, self.id = name, state, labels, id
+        self.process: str | None = None
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
         self.profile = labels.get("sandbox.profile", "")
         self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
@@ -2092,10 +2097,11 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
         return engine, None
     if status:
         raise engine.failure(err)
-    id, real_name, state, _, labels = engine.read_inspected(out)
+    id, real_name, state, _, pid, labels = engine.read_inspected(out)
     if real_name != name:  # the engine takes the start of an id, too
         return engine, None
     session = Session(name, state, labels, id)
+    session.process = mark_of(pid) if state == "running" else None
     if "sandbox.session" not in session.labels:
         raise NotASession(f"the container {name} exists and is not a sandbox session",
                           "choose another name with -n", 125)
@@ -2107,8 +2113,9 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 
 
 # A run without a terminal does not look for the container first: it execs into the id that the
-# name had when it was last seen. Ids are never given twice, so at worst the engine knows no such
-# container, or the container is stopped. Then cmd_run looks for it after all and tries again, but
+# name had when it was last seen, unless its first process was seen on this machine and has ended.
+# Ids are never given twice, so at worst the engine knows no such container, or the container is
+# stopped. Then cmd_run looks for it after all and tries again, but
 # only where the container itself shows that the command did not begin: no command runs twice.
 ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
@@ -2121,13 +2128,14 @@ def memory_path(engine: Engine, name: str) -> str:
 
 
 def remember(engine: Engine, session: Session) -> None:
-    """Note id and labels of a session; that the note cannot be written does not matter."""
+    """Note what is known of a session; that the note cannot be written does not matter."""
     known = recall([engine], session.name)
-    if known and known[1].id == session.id:
+    if known and (known[1].id, known[1].process) == (session.id, session.process):
         return
     with suppress(FileError):
         write_private(memory_path(engine, session.name),
-                      to_json({"id": session.id, "labels": session.labels}))
+                      to_json({"id": session.id, "labels": session.labels,
+                               "process": session.process}))
 
 
 def look_next_time(engine: Engine, session: Session) -> None:
@@ -2140,8 +2148,23 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
     for engine in engines:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = read_json(memory_path(engine, name))
-            return engine, Session(name, "running", data["labels"], data["id"])
+            session = Session(name, "running", data["labels"], data["id"])
+            session.process = data.get("process")
+            return engine, session
     return None
+
+
+def mark_of(pid: int | str) -> str:
+    """A process and when it was started; '' for one that is not seen from here."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return f"{pid} {int(file.read().rpartition(b')')[2].split()[19])}"
+    return ""
+
+
+def has_ended(session: Session) -> bool:
+    """Whether a session that was seen to run here does not do so any more, or was never seen."""
+    mark = session.process
+    return mark is None or bool(mark) and mark_of(mark.partition(" ")[0]) != mark
 
 
 def spec_of(config: Config) -> dict[str, Any]:
@@ -2175,9 +2198,14 @@ def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
             lines += [f"{key}: it lacks {item}" for item in value if item not in old]
             lines += [f"{key}: it has {item}, which is no longer asked for"
                       for item in old if item not in value]
-        elif value != old and not (isinstance(old, dict) and isinstance(value, dict)):
+        elif value != old and not (isinstance(old, dict) and is_closed(value)):
             lines.append(f"{key}: it has {shown(old)}, asked for is {shown(value)}")
     return lines
+
+
+def is_closed(network: Any) -> bool:
+    """Whether the proxy of an allowlist can make it so: by rules, or by none at all."""
+    return isinstance(network, dict) or network == "none"
 
 
 def shown(value: Any) -> str:
@@ -2413,7 +2441,7 @@ def recreation(session: Session, flags: Layer,
     """What a session is to be created from anew, with these flags: its configuration, what of that
     its labels keep, and its specification.
 
-    A list among the flags takes the place of the one that was given before.
+    A list among the flags takes the place of the one that was given before; env files are added.
     """
     check_owner(session)
     have, kept = session.created()
@@ -2421,11 +2449,15 @@ def recreation(session: Session, flags: Layer,
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
     kept |= {name: value for name, value in flags.values.items() if KEYS[name].fixed}
+    if files := [*kept.get("envFile", ()), *flags.values.get("envFile", ())]:
+        kept["envFile"] = files
     if "network" in flags.values:
         now = session_config(session).get("network")
         kept["network"] = with_rules(now, flags.values["network"])
     config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
-    return config, Layer(kept, "created"), spec_of(config)
+    layer = Layer(kept, "created")
+    layer.variables = list(dict.fromkeys([*session.variables(), *flags.variables]))
+    return config, layer, spec_of(config)
 
 
 def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
@@ -2467,7 +2499,6 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
-    flags.variables = flags.variables or session.variables()
     stop_session(engine, session)
     try:
         engine.ask(engine.argv("rename", session.id, aside))
@@ -2815,9 +2846,9 @@ ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.create
              "sandbox.home")
 
 
-def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
-    """All sessions, with one call: name, state, agent, profile, image, directory, network, created
-    (ISO 8601), runtime.
+def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
+    """All sessions, with one call: name, state, agent, profile, image, directory, network, ports
+    (a list), created (ISO 8601), runtime.
 
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
@@ -2842,18 +2873,18 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
     return engine, engine.read_list(out)
 
 
-def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
+def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
     """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
     labels = row["labels"]
-    result = {
-        "name": row["name"], "state": row["state"],
+    result: dict[str, Any] = {
+        "name": row["name"], "state": row["state"], "ports": [],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
         "image": row["image"], "created": row["created"], "runtime": runtime}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
     try:
-        Session(result["name"], "", labels).created()
+        result["ports"] = Session(result["name"], "", labels).created()[0]["ports"]
     except BrokenSession:
         result["state"] = "broken"
     return result
@@ -3143,10 +3174,21 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     with suppress(EngineProblem):  # a log that cannot be read must not hide the command's status
         _, out, _ = Output(engine.logs_argv(session.proxy, since=since)).result()
     entries = filter(None, map(decision_of, out.splitlines()))
-    denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries
-                           if e["verdict"] == "deny")
-    return [f"{session.name} was refused {host} port {port}: {reason}; "
-            f"see: sandbox net log {session.name}" for host, port, reason in list(denied)[:5]]
+    denied = {(e["host"], e["port"]): e for e in entries if e["verdict"] == "deny"}
+    return [f"{session.name} was refused {e['host']} port {e['port']}: {e['reason']}; "
+            f"{remedy_of(session, e)}" for e in list(denied.values())[:5]]
+
+
+def remedy_of(session: Session, refusal: Mapping[str, Any]) -> str:
+    """The command that allows what was refused, or where there is none that shows more."""
+    missing = str(refusal.get("address") or refusal["host"])
+    rule = f"[{missing}]" if ":" in missing else missing
+    rule += "" if refusal["port"] in (443, 80) else f":{refusal['port']}"
+    with suppress(ValueError):
+        if refusal.get("kind") in ("unlisted", "denied", "address-private", "address-denied"):
+            words = ["sandbox", "net", "allow", session.name, a_rule(rule)]
+            return f"to allow it: {quote_all(words)}"
+    return f"see: sandbox net log {session.name}"
 
 
 def start_proxy(engine: Engine, session: Session) -> None:
@@ -3175,15 +3217,20 @@ def network_of(session: Session, config: Config) -> Any:
 
 
 def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force, those of --allow for good: see set_rules()."""
+    """Put an existing session's rules in force, those of --allow and --net none for good.
+
+    See set_rules().
+    """
     if not session.proxy:
         return True
     with lock_settings(session.name):  # and read again: somebody may have changed them
-        config = session_config(session, None, request.flags, request.args.profile)
+        asked = is_closed(request.flags.values.get("network"))  # what it cannot be changes nothing
+        config = session_config(session, None, request.flags if asked else None,
+                                request.args.profile)
         network = network_of(session, config)
         if not set_rules(engine, session, network, start):
             return False
-        if isinstance(request.flags.values.get("network"), dict):
+        if asked:
             write_settings(session.name, read_settings(session.name) | {"network": network})
     return True
 
@@ -3207,8 +3254,50 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
     status, out, err = Output(argv, LONG_SECONDS).result()
     if not out:
         raise engine.failure(err)
-    show(out.rstrip("\n"))
+    if decision := decision_of(out):  # marked as what it is: in the log such a line is traffic
+        show(to_json({"check": True} | decision))
     return status
+
+
+# --- Ports ---
+
+
+def short_port(port: str) -> str:
+    """A published port as `ps` shows it: 3000->80, behind its address where that is another one."""
+    place, _, inner = port.removeprefix("127.0.0.1:").rpartition(":")
+    return f"{place}->{inner}"
+
+
+def unheard_ports(engine: Engine, name: str, ports: Sequence[str]) -> list[str]:
+    """A line for each published port on which a program in a running session listens in vain.
+
+    What listens on 127.0.0.1 inside is not reached from outside.
+    """
+    inner = {int(port.partition("/")[0].rpartition(":")[2]): port for port in ports
+             if not port.endswith("/udp")}
+    argv = engine.exec_argv(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"], user="0:0")
+    out = ""
+    with suppress(EngineProblem):
+        out = Output(argv).result(LISTENERS_BYTES)[1] if inner else ""
+    heard: dict[int, set[str]] = {}
+    for fields in map(str.split, out.splitlines()):
+        if len(fields) > 3 and fields[3] == "0A":  # it listens
+            address, _, number = fields[1].partition(":")
+            with suppress(ValueError):
+                heard.setdefault(int(number, 16), set()).add(address)
+    return [f"nobody reaches port {short_port(port)} of {name}: what listens there does so on "
+            "127.0.0.1 inside; start it with 0.0.0.0 as its address (often --host 0.0.0.0)"
+            for number, port in inner.items()
+            if (found := heard.get(number)) and all(map(is_loopback, found))]
+
+
+LISTENERS_BYTES = 1 << 20
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address of /proc/net/tcp or tcp6, in words of which each is reversed, is one."""
+    four = address.removeprefix("0000000000000000FFFF0000")
+    return (len(four) == 8 and four.endswith("7F")) or address == "0" * 24 + "01000000"
 
 
 # --- Commands in a session ---
@@ -3237,6 +3326,10 @@ class RunRequest:
                 self.engines[0].ask_ahead()
             self.looked = look or not known or not known[1].id
             found = None if self.looked else known
+            if found and has_ended(found[1]):
+                engine, session = find_session(self.engines, self.name)
+                if session:  # where it is gone, what follows says so
+                    found, self.looked = (engine, session), True
             engine, self.session = found or find_session(self.engines, self.name)
             self.engines = [engine]
             if known and not self.session and not self.config.is_given("network"):
@@ -3533,7 +3626,7 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
             return "", 0
         if gone:
             raise engine.failure(err)
-        _, _, state, code, _ = engine.read_inspected(out)
+        _, _, state, code, _, _ = engine.read_inspected(out)
         if state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
@@ -4405,7 +4498,7 @@ def choose_session(args: argparse.Namespace) -> None:
 
     The name that was chosen becomes that of -n.
     """
-    if args.new or args.rm_on_exit or not (on_terminal() and can_ask()):
+    if args.new or args.source or args.rm_on_exit or not (on_terminal() and can_ask()):
         return
     config = load_config(flags_layer(args), args.profile)
     here = [] if config.get("containerName") else sessions_here(config, args)
@@ -4498,6 +4591,9 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
             with_remedies(check, request.args.yes)
         for line in refusals(engine, session, since):
             say(line)
+        ports = session.created()[0]["ports"] if on_terminal() else []
+        for line in unheard_ports(engine, session.name, ports) if ports else ():
+            say(line)
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
@@ -4519,7 +4615,7 @@ MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
     """The command that goes on after a run: with all that the session does not remember itself."""
-    (_, kept), known, flags = session.created(), session.variables(), request.flags
+    (_, kept), known, flags = session.created(), session.variables(), flags_layer(request.args)
     words = ["sandbox", "run", "-n", session.name]
     profile, default = request.config.profile, load_config().get("runtime")
     if engine.name != (default or next(filter(program, ENGINES), "")):
@@ -4815,6 +4911,11 @@ def cmd_ps(args: argparse.Namespace) -> int:
         print("".join(f"{row['name']}\n" for row in rows), end="")
     else:
         print_table(rows)
+        for row in rows if os.isatty(1) else ():
+            if row["ports"] and row["state"] == "running":
+                engine = ENGINES[row["runtime"]]()
+                for line in unheard_ports(engine, row["name"], row["ports"]):
+                    say(line)
     return 0
 
 
@@ -4856,13 +4957,17 @@ def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
         print("".join(f"{row['id']}\n" for row in rows), end="")
     else:
         print_columns(("id", "kind", "state", "status", "started", "ended", "what"), rows)
+        ports = session.created()[0]["ports"] if session.state == "running" else []
+        for line in unheard_ports(engine, session.name, ports) if ports else ():
+            say(line)
     return 0
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    columns = ("name", "state", "agent", "runs", "profile", "network", "image", "created",
+    columns = ("name", "state", "agent", "runs", "profile", "network", "ports", "image", "created",
                "directory")
-    print_columns(columns, [{**row, "runs": shown_running(row["running"])} for row in rows])
+    print_columns(columns, [{**row, "runs": shown_running(row["running"]),
+                             "ports": ", ".join(map(short_port, row["ports"]))} for row in rows])
 
 
 def shown_running(running: Sequence[Mapping[str, str]]) -> str:
