@@ -2359,8 +2359,8 @@ def recreation(session: Session, flags: Layer,
 
     A list among the flags takes the place of the one that was given before.
     """
-    check_owner(session)
     have, kept = session.created()
+    check_owner(session)
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
