@@ -5,7 +5,8 @@
 if [ $# -gt 3 ] && [ ! -e /run/sandbox-ready ]; then
   (shift 3 && mounts_are "$@") || exit 3
 fi
-mkdir -p "$HOME" /run
+mkdir -p "$HOME" /run/sandbox
+chown -h "$1:$2" /run/sandbox  # of what runs on terminals: see hold.py
 rm -f /run/sandbox-ready
 # Every command notes here that it began; the notes of an earlier start stay.
 [ -e /run/sandbox-began ] || { echo sandbox >/run/sandbox-began; chmod 666 /run/sandbox-began; }
@@ -30,6 +31,29 @@ END
 if [ "$3" ] || ! grep -qF " $HOME " /proc/mounts; then
   [ -d /etc/skel ] && cp -Rn /etc/skel/. "$HOME"/ 2>/dev/null
   [ "$1" = 0 ] || give "$1" "$2"
+fi
+# Where git looks for the repository of a linked worktree is a directory of our own, with links to
+# what is mounted of it, most of it read-only. For git locks packed-refs, beside it, whenever it
+# removes a file such as AUTO_MERGE, after each commit. It follows five links to find out where, so
+# the sixth leads to the file itself; and what it would put in its place it cannot write. The logs
+# are copied: git outside writes to its own through links, which could be planted there.
+if [ -n "$SANDBOX_GIT" ] && [ ! -L "$SANDBOX_GIT/packed-refs" ]; then
+  mkdir "$SANDBOX_GIT/packed-refs.5.new"
+  for path in /run/sandbox-git/* /run/sandbox-git/worktrees/* /run/sandbox-git/config.worktree \
+    /run/sandbox-git/hooks /run/sandbox-git/info /run/sandbox-git/modules /run/sandbox-git/shallow
+  do
+    name=${path#/run/sandbox-git/}
+    case $name in logs | packed-refs | *.lock | gc.*) continue ;; esac
+    [ -e "$SANDBOX_GIT/$name" ] || ln -sf "$path" "$SANDBOX_GIT/$name"
+  done
+  ln -s /run/sandbox-git/packed-refs "$SANDBOX_GIT/packed-refs.5"
+  for n in 4 3 2 1; do ln -s packed-refs.$((n+1)) "$SANDBOX_GIT/packed-refs.$n"; done
+  mkdir "$SANDBOX_GIT/logs"
+  cp -R /run/sandbox-git/logs/. "$SANDBOX_GIT/logs" 2>/dev/null
+  chown "$1:$2" "$SANDBOX_GIT"
+  chown -hR "$1:$2" "$SANDBOX_GIT/logs"
+  ! command -v git >/dev/null || git config --system gc.auto 0
+  ln -s packed-refs.1 "$SANDBOX_GIT/packed-refs"
 fi
 # With an allowlist the way out is a proxy: sudo, cron and login shells do not pass the variables
 # that name it.
