@@ -2470,8 +2470,7 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
-    with suppress(OSError):  # this tells others who end with it, see check_removed()
-        os.unlink(memory_path(engine, session.name))
+    look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
         engine.ask(engine.argv("rename", session.id, aside))
