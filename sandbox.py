@@ -610,7 +610,7 @@ KEYS = {key.name: key for key in (
     Key("env", an_environment, "-e --env", "NAME[=VALUE]",
         "a variable, by name alone with the value it has here", kind="object", setting=True),
     Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file",
-        kind="list"),
+        kind="list", of="run recreate"),
     Key("imageVersion", an_image_version, "--iv --image-version", "VERSION",
         "version of the image", of="run build", default=IMAGE_VERSION, fixed=True,
         part_of="image"),
@@ -2443,8 +2443,8 @@ def recreation(session: Session, flags: Layer,
 
     A list among the flags takes the place of the one that was given before; env files are added.
     """
-    check_owner(session)
     have, kept = session.created()
+    check_owner(session)
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
@@ -2499,6 +2499,7 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
+    look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
         engine.ask(engine.argv("rename", session.id, aside))
@@ -2522,6 +2523,8 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
         remove_home(engine, home)  # a new one: nobody uses it
         raise
     remove_container(engine, session)
+    for id in recorded_terminals(session.name):
+        forget_terminal(session.name, id)
     return fresh
 
 
@@ -2758,14 +2761,17 @@ def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list
 USERS_BYTES = 1 << 20
 
 
-def may_remove(engine: Engine, session: Session, own: Container[str] = ()) -> bool:
-    """Ask a person whether a session that others use is to be removed; a script has decided."""
+def may_remove(engine: Engine, session: Session, own: Container[str] = (),
+               what: str = "Remove it") -> bool:
+    """Ask a person whether the container of a session that others use is to go; a script has
+    decided.
+    """
     users = users_of(engine, session, own) if can_ask() else []
     if not users:
         return True
     more = f" and {len(users) - 3} more" if len(users) > 3 else ""
     say(f"{session.name} is in use: {'; '.join(users[:3])}{more}")
-    return ask_person("Remove it all the same? [y/N] ").lower() in ("y", "yes")
+    return ask_person(f"{what} all the same? [y/N] ").lower() in ("y", "yes")
 
 
 def check_removed(engine: Engine, session: Session, status: int) -> None:
@@ -2779,7 +2785,8 @@ def check_removed(engine: Engine, session: Session, status: int) -> None:
     for _ in range(REMOVAL_STEPS):
         state, _ = end_of(engine, session, status)
         if not state:
-            raise SandboxError(f"the session {session.name} was removed by another command",
+            how = "created anew" if recall([engine], session.name) else "removed"
+            raise SandboxError(f"the session {session.name} was {how} by another command",
                                code=status)
         if state == "running":  # the note could not be written
             return
@@ -3309,7 +3316,7 @@ class RunRequest:
     def __init__(self, args: argparse.Namespace, *, look: bool) -> None:
         self.args = args
         self.looked = look
-        self.flags = flags_layer(args)
+        self.flags = self.kept = flags_layer(args)  # what was given, and of it what is kept
         data = read_config()
         self.config = load_config(self.flags, args.profile, data=data)
         current_directory()  # raises when it is gone
@@ -3348,7 +3355,8 @@ class RunRequest:
                 check_mounts(self.spec)
             check_spec(self.spec)
         self.env = exec_env(self.config, self.spec)
-        given = self.session.variables() if self.session and self.agent else []
+        before = self.session or self.source
+        given = before.variables() if before and self.agent else []
         if lost := [name for name in (item.rstrip("=") for item in given) if name not in self.env]:
             say(f"{self.name} was created with -e {' '.join(lost)}, whose value is not kept: "
                 "give it again")
@@ -3377,8 +3385,9 @@ class RunRequest:
         """Plan a duplicate of a session. The ports that it was given are its own."""
         self.engines, self.source = [engine], source
         flags = Layer({"ports": [], **self.flags.values}, "flags")
+        flags.variables = self.flags.variables
         self.settings = settings_beside(source, flags)
-        self.config, self.flags, self.spec = recreation(source, flags, self.args.profile)
+        self.config, self.kept, self.spec = recreation(source, flags, self.args.profile)
 
     def workdir(self) -> str:
         """The current directory as the container sees it, or the top of what is mounted."""
@@ -4479,7 +4488,7 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
         if request.source:
             home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
         engine, session = create_session(request.engines, request.name, request.config,
-                                         request.flags, request.spec, home)
+                                         request.kept, request.spec, home)
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4881,6 +4890,8 @@ def cmd_recreate(args: argparse.Namespace) -> int:
         check_spec(spec)
     else:
         check_recreation(session, spec)
+    if not (args.in_use or may_remove(engine, session, what="Create its container anew")):
+        raise SandboxError(f"{session.name} was left as it is")
     with_remedies(partial(recreate_session, engine, session, config, kept, spec), args.yes)
     settings = settings_beside(session, flags)
     with lock_settings(session.name):
@@ -5115,7 +5126,7 @@ def show_command(args: argparse.Namespace) -> int:
             calls = [*([engine.argv("restart", session.proxy)] if calls else []), rules, *calls]
     else:
         engine, rootless = pick_engine(request.engines)
-        labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
+        labels = labels_of(request.config, request.kept, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
         if request.source and request.source.home:
@@ -5595,7 +5606,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "cp": ("copy between this machine and a session", "copied target", cmd_cp),
     "rm": ("remove containers", "names in_use", cmd_rm),
     "recreate": ("create a session's container anew, its conversations stay",
-                 "session profile allow allow_engine_socket yes verbose", cmd_recreate),
+                 "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
     "rename": ("give a session another name", "session new_name", cmd_rename),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
