@@ -1355,7 +1355,7 @@ class Engine:
         "ping": ("ps", "-q"),  # fails where the engine cannot do anything
         "start": ("start",), "stop": ("stop", "-t", "5"), "unpause": ("unpause",),
         "restart": ("restart", "-t", "1"),  # starts it, too
-        "copy": ("cp",),  # takes what and where; one of them is ID:PATH
+        "cp": ("cp",),  # takes what and where; one of them is ID:PATH
         "rename": ("rename",),  # takes the id and the new name
         "remove": ("rm", "-f", "-v"),  # one that runs, too, and its anonymous volumes
         "volumes": ("volume", "ls", "-q"),  # prints their names
@@ -4100,13 +4100,13 @@ def cmd_cp(args: argparse.Namespace) -> int:
         raise SandboxError("a path has a control character or a byte that is not UTF-8",
                            "engines would take another one for it")
     if name:
-        return call(engine.argv("copy", f"{session.id}:{inner}", outer))
+        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
     into = [os.path.basename(outer.rstrip("/"))]
     if into == ["."] and os.path.isdir(outer):  # its content
         into = os.listdir(outer)
     elif not in_session(engine, session, ["test", "-d", inner]):
         into = [""]
-    status = call(engine.argv("copy", outer, f"{session.id}:{inner}"))
+    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
     if not status and session.user != "0:0":  # engines make it root's
         copied = [os.path.join(inner, item).rstrip("/") for item in into]
         if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
