@@ -3455,20 +3455,25 @@ class Attachment:
 
     def close(self) -> None:
         """End the client of the engine: the end of its stdin is how one leaves."""
-        Output.close(self.out, *([self.to] if self.to >= 0 else []))
+        if self.to >= 0:
+            os.close(self.to)
+        os.set_blocking(self.out, False)
         until = time.monotonic() + GONE_SECONDS
         while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > until:
                 with suppress(ProcessLookupError):
                     os.killpg(self.pid, 9)
+            with suppress(BlockingIOError):  # or it would wait for us
+                while os.read(self.out, 65536):
+                    pass
             time.sleep(0.001)
-        self.code = self.code or exit_status(found[1])
+        if not self.left:
+            self.code = exit_status(found[1])
         if self.err >= 0:
             os.set_blocking(self.err, False)
             with suppress(BlockingIOError):
                 self.read_errors()
-        if self.err >= 0:
-            os.close(self.err)
+        Output.close(self.out, *([self.err] if self.err >= 0 else []))
         if self.errors and not self.left:
             sys.stderr.buffer.write(self.errors)
             sys.stderr.flush()
