@@ -21,10 +21,10 @@ All that it uses of sandbox.py (a test compares this list with the code):
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings AGENTS options_of
-    engines: Engine Image candidates missing_image
-    sessions: Session find_session list_sessions create_session recreate_session start_session
-        stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
-        differences
+    engines: Engine candidates present_image
+    sessions: Session find_session list_sessions create_session recreation check_recreation
+        recreate_session start_session stop_session remove_session users_of forget_files
+        generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
     processes: spawn wait_for Output end_on_signals
@@ -1026,8 +1026,9 @@ def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
 def recreate_lines(session: Session, config: Config) -> list[str]:
     """In what the container differs from its configuration: what needs a new container."""
     have, _ = session.created()
-    given = {key: have.get(key) for key in ("directory", "workdir", "sources")}
-    return sandbox.differences(have, sandbox.spec_of(config) | given)
+    want = sandbox.spec_of(config) | {key: have.get(key)
+                                      for key in ("directory", "workdir", "sources")}
+    return sandbox.differences(have, want | {"git": sandbox.git_of(want)})
 
 
 def workdir(session: Session) -> str:
@@ -1132,24 +1133,16 @@ def finish_start(app: App, engine: Engine, session: Session, status: int = 200) 
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     """Put a new container from what is configured now in the place of the old one.
 
-    Its settings and jobs stay.
+    Its home, settings and jobs stay.
     """
     engine, session = find(params["session"])
-    have, kept = session.created()
-    place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = sandbox.session_config(session, flags=Layer(place, "request"))
-    spec = sandbox.spec_of(config)
+    config, kept, spec = sandbox.recreation(session, Layer({}, "request"))
     with as_request_error():
-        sandbox.check_spec(spec)
-        # A link in a path may lead to an engine's socket by now.
-        if spec["sources"] != have.get("sources"):
-            sandbox.check_mounts(spec)
-    if not sandbox.Image(engine, config.image).id:  # before anything goes
-        raise sandbox.missing_image(engine, config)
+        sandbox.check_recreation(session, spec)
+    sandbox.present_image(engine, config)  # before anything goes
     app.terminals.close_all(session.name)
     try:
-        flags = Layer({**kept, **place}, "created")
-        session = sandbox.recreate_session(engine, session, config, flags, spec)
+        session = sandbox.recreate_session(engine, session, config, kept, spec)
     finally:
         app.sessions.expire()
     return finish_start(app, engine, session)
@@ -1158,6 +1151,12 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     return json_answer(session_data(session, engine))
+
+
+def get_users(_app: App, _request: Request, params: Params) -> Answer:
+    """What would end with the session: the commands of all who use it."""
+    engine, session = find(params["session"])
+    return json_answer({"users": sandbox.users_of(engine, session)})
 
 
 def delete_session(app: App, _request: Request, params: Params) -> Answer:
@@ -1217,7 +1216,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
         config = sandbox.session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
-            sandbox.env_script(sandbox.exec_env(config, workdir(session)))
+            sandbox.env_script(sandbox.exec_env(config, session.created()[0]))
         sandbox.write_settings(session.name, settings)
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
@@ -1364,7 +1363,7 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session, under a supervisor; the job as clients see it."""
     config = sandbox.session_config(session)
-    env = {**sandbox.exec_env(config, workdir(session)), **(extra_env or {})}
+    env = {**sandbox.exec_env(config, session.created()[0]), **(extra_env or {})}
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1873,7 +1872,7 @@ class Terminal:
         import tty
 
         env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
-        env |= sandbox.exec_env(sandbox.session_config(self.session), workdir(self.session))
+        env |= sandbox.exec_env(sandbox.session_config(self.session), self.session.created()[0])
         command = sandbox.AGENTS[self.session.agent].yolo if self.run == "agent" else sandbox.SHELL
         argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.tag,
                                  command, stdin=True, size=self.size)
@@ -2305,6 +2304,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
     ("DELETE", SESSION, delete_session),
+    ("GET", SESSION + "/users", get_users),
     ("POST", SESSION + "/start", post_start),
     ("POST", SESSION + "/stop", post_stop),
     ("POST", SESSION + "/recreate", post_recreate),

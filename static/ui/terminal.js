@@ -2,7 +2,7 @@
 // this page says from which byte it wants to go on.
 
 import { api, pause } from "./api.js";
-import { $, busy, h, problem, say, toast } from "./dom.js";
+import { $, busy, h, problem, redraw, say, toast } from "./dom.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
 import { agentName, refresh } from "./store.js";
@@ -389,16 +389,20 @@ export function mount(root, context) {
     drawing = undefined;
     if (gone) return;
     const focused = [...tabs.children].indexOf(document.activeElement);
-    tabs.replaceChildren(...views.map((view, index) => h("button", {
-      type: "button", role: "tab", class: `term-tab ${view.over ? "over" : ""}`,
-      "aria-selected": String(view === current), "aria-controls": "term-place",
-      tabindex: view === current ? "0" : "-1", onclick: () => select(view),
-      onkeydown: (event) => moveTab(event, index),
-    }, view.rang ? "● " : "", labelOf(view, index))));
+    for (const tab of [...tabs.children]) views.some((view) => view.tab === tab) || tab.remove();
+    views.forEach((view, index) => { // a click is lost when what is clicked is replaced before it ends
+      view.tab ??= h("button", { type: "button", role: "tab", "aria-controls": "term-place",
+        onclick: () => select(view), onkeydown: (event) => moveTab(event, views.indexOf(view)) });
+      view.tab.className = `term-tab ${view.over ? "over" : ""}`;
+      view.tab.ariaSelected = String(view === current);
+      view.tab.tabIndex = view === current ? 0 : -1;
+      redraw(view.tab, view.rang ? "● " : "", labelOf(view, index));
+      if (tabs.children[index] !== view.tab) tabs.insertBefore(view.tab, tabs.children[index] ?? null);
+    });
     tabs.hidden = closing.hidden = !current;
     const label = current ? `Close ${labelOf(current, views.indexOf(current))}` : "";
     closing.ariaLabel = closing.title = label;
-    if (focused >= 0) tabs.children[Math.min(focused, views.length - 1)]?.focus();
+    if (focused >= 0 && !tabs.contains(document.activeElement)) tabs.children[Math.min(focused, views.length - 1)]?.focus();
   }
 
   function moveTab(event, index) {
@@ -534,7 +538,7 @@ export function mount(root, context) {
   const changed = (session) => {
     context.session = session;
     const running = session.state === "running";
-    notice.replaceChildren(...(running ? [] : [stoppedNotice(context)]));
+    redraw(notice, !running && stoppedNotice(context));
     bar.inert = !running;
     if (running && !views.length) starting ??= start().finally(() => (starting = null));
   };
