@@ -1363,7 +1363,7 @@ class Engine:
         "ping": ("ps", "-q"),  # fails where the engine cannot do anything
         "start": ("start",), "stop": ("stop", "-t", "5"), "unpause": ("unpause",),
         "restart": ("restart", "-t", "1"),  # starts it, too
-        "copy": ("cp",),  # takes what and where; one of them is ID:PATH
+        "cp": ("cp",),  # takes what and where; one of them is ID:PATH
         "rename": ("rename",),  # takes the id and the new name
         "remove": ("rm", "-f", "-v"),  # one that runs, too, and its anonymous volumes
         "volumes": ("volume", "ls", "-q"),  # prints their names
@@ -2441,16 +2441,15 @@ def recreation(session: Session, flags: Layer,
     """What a session is to be created from anew, with these flags: its configuration, what of that
     its labels keep, and its specification.
 
-    A list among the flags takes the place of the one that was given before; env files are added.
+    A list among the flags takes the place of the one that was given before.
     """
     have, kept = session.created()
     check_owner(session)
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
-    kept |= {name: value for name, value in flags.values.items() if KEYS[name].fixed}
-    if files := [*kept.get("envFile", ()), *flags.values.get("envFile", ())]:
-        kept["envFile"] = files
+    kept |= {name: value for name, value in flags.values.items()
+             if KEYS[name].fixed or name == "envFile"}
     if "network" in flags.values:
         now = session_config(session).get("network")
         kept["network"] = with_rules(now, flags.values["network"])
@@ -4128,20 +4127,25 @@ class Attachment:
 
     def close(self) -> None:
         """End the client of the engine: the end of its stdin is how one leaves."""
-        Output.close(self.out, *([self.to] if self.to >= 0 else []))
+        if self.to >= 0:
+            os.close(self.to)
+        os.set_blocking(self.out, False)
         until = time.monotonic() + GONE_SECONDS
         while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > until:
                 with suppress(ProcessLookupError):
                     os.killpg(self.pid, 9)
+            with suppress(BlockingIOError):  # or it would wait for us
+                while os.read(self.out, 65536):
+                    pass
             time.sleep(0.001)
-        self.code = self.code or exit_status(found[1])
+        if not self.left:
+            self.code = exit_status(found[1])
         if self.err >= 0:
             os.set_blocking(self.err, False)
             with suppress(BlockingIOError):
                 self.read_errors()
-        if self.err >= 0:
-            os.close(self.err)
+        Output.close(self.out, *([self.err] if self.err >= 0 else []))
         if self.errors and not self.left:
             sys.stderr.buffer.write(self.errors)
             sys.stderr.flush()
@@ -4852,13 +4856,13 @@ def cmd_cp(args: argparse.Namespace) -> int:
         raise SandboxError("a path has a control character or a byte that is not UTF-8",
                            "engines would take another one for it")
     if name:
-        return call(engine.argv("copy", f"{session.id}:{inner}", outer))
+        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
     into = [os.path.basename(outer.rstrip("/"))]
     if into == ["."] and os.path.isdir(outer):  # its content
         into = os.listdir(outer)
     elif not in_session(engine, session, ["test", "-d", inner]):
         into = [""]
-    status = call(engine.argv("copy", outer, f"{session.id}:{inner}"))
+    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
     if not status and session.user != "0:0":  # engines make it root's
         copied = [os.path.join(inner, item).rstrip("/") for item in into]
         if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
