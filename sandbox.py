@@ -42,6 +42,8 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
+NOTIFY_SECONDS, NOTIFY_BYTES = 10, 65536  # for the person's own command, and of its output
+NEWS_CHARS = 300
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
 FULL_BYTES = 50_000_000
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
@@ -70,14 +72,15 @@ class Agent:
     `version_env` makes it tell its version sooner. `init` takes the credentials in `files` (below
     the home directory, each with the option of its mount), which the variable `moved` has moved
     where it is set, and in `variables`. `turn`: the events that a turn, or a step of it, begins
-    and ends with, and the fields that hold the conversation's id and what was used.
+    and ends with, and the fields that hold the conversation's id and what was used. `says` is the
+    field of an event that holds what the agent answers.
     """
 
     def __init__(self, program: str, title: str, shortcuts: str = "", *, yolo: str = "",
                  resume: str, prompt: str, headless: str = "", env: Mapping[str, str] = {},
                  yolo_env: Mapping[str, str] = {}, version_env: Mapping[str, str] = {},
                  files: str = "", moved: str = "", variables: str = "", turn: str = "",
-                 events: str = "") -> None:
+                 says: str = "", events: str = "") -> None:
         self.program, self.title = program, title
         self.shortcuts = [*shortcuts.split(), program]
         self.yolo = [program, *yolo.split()]
@@ -85,7 +88,7 @@ class Agent:
         self.prompt, self.headless = f"{program} {prompt}", headless.split()
         self.env, self.yolo_env, self.version_env = env, yolo_env, version_env
         self.files, self.moved, self.variables = files.split(), moved, variables.split()
-        self.turn = turn.split()
+        self.turn, self.says = turn.split(), says.split(".")
         self.events = events or program  # the name of their reader
 
     def host_file(self, path: str) -> str:
@@ -107,7 +110,7 @@ AGENTS = {agent.program: agent for agent in (
                     " CLAUDE_CODE_OAUTH_TOKEN ANTHROPIC_MODEL ANTHROPIC_DEFAULT_OPUS_MODEL"
                     " ANTHROPIC_DEFAULT_SONNET_MODEL ANTHROPIC_DEFAULT_HAIKU_MODEL"
                     " CLAUDE_CODE_SUBAGENT_MODEL",
-          turn="system result session_id usage"),
+          turn="system result session_id usage", says="result"),
     Agent("gemini", "Gemini CLI", "gm g agent-b", yolo="--yolo", resume="-r",
           prompt="--prompt={prompt} --resume latest --output-format stream-json --yolo",
           headless="-p --prompt",
@@ -116,21 +119,21 @@ AGENTS = {agent.program: agent for agent in (
           files=".gemini/oauth_creds.json .gemini/google_accounts.json .gemini/settings.json:ro",
           variables="GEMINI_API_KEY GEMINI_MODEL GOOGLE_GEMINI_BASE_URL GOOGLE_API_KEY"
                     " GOOGLE_CLOUD_PROJECT",
-          turn="init result session_id stats"),
+          turn="init result session_id stats", says="content"),
     Agent("codex", "Codex", "cx agent-c", yolo="--dangerously-bypass-approvals-and-sandbox",
           resume="resume --last",
           prompt="exec resume --last --json --skip-git-repo-check"
                  " --dangerously-bypass-approvals-and-sandbox -- {prompt}", headless="exec e",
           files=".codex/auth.json .codex/config.toml:ro", moved="CODEX_HOME",
           variables="OPENAI_API_KEY OPENAI_BASE_URL",
-          turn="turn.started turn.completed thread_id usage"),
+          turn="turn.started turn.completed thread_id usage", says="item.text"),
     Agent("opencode", "OpenCode", "oc agent-d", resume="-c",
           prompt="run --continue --format json -- {prompt}", headless="run",
           env={"OPENCODE_DISABLE_AUTOUPDATE": "true"},
           yolo_env={"OPENCODE_PERMISSION": '{"*":"allow"}'},
           files=".local/share/opencode/auth.json .config/opencode/opencode.json:ro",
           variables="OPENCODE_API_KEY OPENCODE_CONFIG_CONTENT",
-          turn="step_start step_finish sessionID part.tokens"),
+          turn="step_start step_finish sessionID part.tokens", says="part.text"),
 )}
 SHORTCUTS = {shortcut: name for name, agent in AGENTS.items() for shortcut in agent.shortcuts}
 
@@ -464,6 +467,19 @@ def a_command(value: Any) -> str | list[str]:
     raise ValueError(f"{value!r} is neither a command line nor a list of words")
 
 
+def a_program(value: Any) -> list[str]:
+    """The words of a command of the host, which no shell reads: a string is split as one would."""
+    import shlex
+
+    words = a_command(value)
+    words = shlex.split(words) if isinstance(words, str) else words
+    if not words or not words[0]:
+        raise ValueError(f"{value!r} names no program")
+    if "/" in words[0]:  # one of the directory at hand may be the project's
+        words[0] = an_absolute_path(words[0])
+    return words
+
+
 def a_rule(value: Any) -> str:
     """`<host>[:<port>]` in its one form: a name, `*.` and a name, or an address.
 
@@ -567,19 +583,21 @@ class Key:
     What is `fixed` is what a session is created from: to change it takes a new container. It is in
     the session's specification by its name, or as a part of another field (`part_of`). `limit` is
     what engines call it. `excludes` names the key that does not go together with it: of
-    the two the one of the higher layer counts. A `setting` may be made for one session.
+    the two the one of the higher layer counts. A `setting` may be made for one session. What is
+    the person's `own` comes from the files of the host alone: no container and no client of the
+    web service may say what the host runs.
     """
 
     def __init__(self, name: str, check: Callable[[Any], Any], flags: str = "", metavar: str = "",
                  help: str = "", *, kind: str = "scalar", of: str = "run", default: Any = None,
                  variable: str = "", above_file: bool = False, fixed: bool = False,
                  part_of: str = "", limit: str = "", excludes: str = "", secret: bool = False,
-                 setting: bool = False) -> None:
+                 setting: bool = False, own: bool = False) -> None:
         self.name, self.check, self.kind, self.default = name, check, kind, default
         self.flags, self.metavar, self.help, self.of = flags.split(), metavar, help, of.split()
         self.variable, self.above_file = variable, above_file
         self.fixed, self.part_of, self.limit = fixed, part_of, limit
-        self.excludes, self.secret, self.setting = excludes, secret, setting
+        self.excludes, self.secret, self.setting, self.own = excludes, secret, setting, own
 
     def option(self) -> dict[str, Any]:
         """What argparse wants to know of its option."""
@@ -629,6 +647,7 @@ KEYS = {key.name: key for key in (
         fixed=True, setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("notify", a_program, own=True),
     Key("detachKeys", a_key_sequence, default="ctrl-\\,d"),
     Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
         default="admin", variable="SANDBOX_SERVER_USER"),
@@ -677,6 +696,8 @@ class Layer:
             if name not in KEYS:
                 raise SandboxError(f"{place}: unknown key{nearest(name, KEYS)}",
                                    f"the keys are {', '.join(KEYS)}", code)
+            if KEYS[name].own and origin not in ("file", "profile", "settings"):
+                raise SandboxError(f"{place}: it is for {config_path()} alone", code=code)
             if KEYS[name].excludes in self.values:
                 raise SandboxError(f"{place}: not together with {KEYS[name].excludes}",
                                    "keep one of them", code)
@@ -967,20 +988,20 @@ class Output:
     """
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
-                 env: Mapping[str, str] | None = None) -> None:
-        """`seconds` from now it must have ended."""
+                 env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
+        """`seconds` from now it must have ended; `stdin` is less than a pipe takes."""
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
-        null = os.open(os.devnull, os.O_RDONLY)
-        (self.out, out), (self.err, err) = os.pipe(), os.pipe()
+        (given, end), (self.out, out), (self.err, err) = os.pipe(), os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, env=env, fds={0: null, 1: out, 2: err}, own_group=self.leads)
+            os.write(end, stdin)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
         finally:
-            self.close(null, out, err)
+            self.close(given, end, out, err)
 
     @staticmethod
     def close(*fds: int) -> None:
@@ -1052,6 +1073,28 @@ class Output:
     def kill(self, number: int) -> None:
         with suppress(ProcessLookupError):
             (os.killpg if self.leads else os.kill)(self.pid, number)
+
+
+def news(session: str, what: str, text: str, turn: str | None = None,
+         status: int | None = None) -> dict[str, Any]:
+    """What a person may want to come back for; the last line of a text that may be anybody's."""
+    lines = printable(text[-16 * NEWS_CHARS:]).split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return {"session": session, "what": what, "turn": turn, "status": status,
+            "text": last[:NEWS_CHARS]}
+
+
+def notify(command: Sequence[str], event: Mapping[str, Any]) -> str:
+    """Give an event, as JSON on stdin, to the person's own command; what went wrong, or ''."""
+    try:
+        called = Output(command, NOTIFY_SECONDS, stdin=to_json(event).encode() + b"\n")
+        status, out, err = called.result(NOTIFY_BYTES)
+    except OSError as error:
+        return f"notify: {command[0]}: {error.strerror}"
+    except SandboxError as error:
+        return f"notify: {error.message}"
+    why = news("", "", err or out)["text"]
+    return status and f"notify: {command[0]} ended with status {status}: {why}" or ""
 
 
 # --- Long work ---
@@ -4602,11 +4645,15 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
-        for line in refusals(engine, session, since):
+        refused = refusals(engine, session, since)
+        for line in refused:
             say(line)
         ports = session.created()[0]["ports"] if on_terminal() else []
         for line in unheard_ports(engine, session.name, ports) if ports else ():
             say(line)
+        if request.agent and not request.args.background:
+            call_back(request, news(session.name, "error" if status else "end",
+                                    refused[-1] if refused else "", status=status))
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
@@ -4621,6 +4668,31 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
                 say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
         command = again
+
+
+def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
+    """Ring the terminal, and tell the person's own command, which nobody here waits for."""
+    if os.isatty(2):
+        print("\a", end="", file=sys.stderr, flush=True)
+    if not (command := request.config.get("notify")):
+        return
+    apart, end = os.pipe()
+    if os.fork():
+        os.close(end)
+        os.read(apart, 1)  # until a signal to our group no longer reaches it
+        os.close(apart)
+        return
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1) if os.isatty(2) else (0, 1, 2):  # who reads our output waits for its end
+            os.dup2(null, fd)
+        os.close(end)
+        if failure := notify(command, event):
+            write_private(os.path.join(sandbox_home(), "logs", "notify.log"), f"{failure}\n")
+            say(failure)
+    finally:
+        os._exit(0)
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
