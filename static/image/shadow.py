@@ -49,6 +49,7 @@ from typing import IO, Any, NamedTuple
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
+LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 ASKED_BYTES = 32 * 1024  # less than a pipe holds, or git and we wait for each other
@@ -77,8 +78,7 @@ CONFIG = """\
 
 # --- What the host may execute or obey later: a pattern of the whole path, the reason ---
 
-RISKS = [(re.compile(rf"(?:.*/)?(?:{pattern})", re.IGNORECASE | re.DOTALL), reason) for
-         pattern, reason in (
+RISKS = (
     (r"\.git/(?:.*/)?config(?:\.worktree)?", "git runs programs that this file names"),
     (r"\.git/(?:.*/)?hooks/(?!.*\.sample$).*", "git runs it at a commit, merge or checkout"),
     (r"\.git/(?:.*/)?info/attributes|\.gitattributes", "tells git which filters to run"),
@@ -120,7 +120,10 @@ RISKS = [(re.compile(rf"(?:.*/)?(?:{pattern})", re.IGNORECASE | re.DOTALL), reas
      "a tool executes it to configure itself"),
     (r"[^/]*\.(?:desktop|lnk|scpt|command|reg)|autorun\.inf|desktop\.ini",
      "a desktop may execute it"),
-)]
+)
+# The shortest way to one of them counts: what lies in a .git is git's, whatever its name.
+RISK = re.compile(f"(?:.*?/)??(?:{'|'.join(f'({pattern})' for pattern, _ in RISKS)})",
+                  re.IGNORECASE | re.DOTALL)
 # Of these only what installing and building run counts, not the order of dependencies.
 RUNS = {"package.json": ("scripts", "bin", "husky", "lint-staged", "simple-git-hooks", "gypfile",
                          "packageManager", "workspaces"),
@@ -160,6 +163,8 @@ def printable(text: str) -> str:
 
 def canonical(path: str) -> str:
     """The path, with .git for each part that some file system takes for that."""
+    if path.isascii() and "git" not in path.lower():
+        return path
     parts = ((part, re.sub("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]", "", part)
               .partition(":")[0].rstrip(" .").lower()) for part in path.split("/"))
     return "/".join(".git" if plain in (".git", "git~1") else part for part, plain in parts)
@@ -282,9 +287,9 @@ class Store:
             id, at = data[end + 1 : end + 33].hex(), end + 33
             mark, _, rest = os.fsdecode(name).partition("=")
             if mark == ":m":
-                modes[rest] = int(self.note(id), 8)
+                modes[rest] = mode_of(self.note(id))
             elif mark == ":dir":
-                modes[""] = int(self.note(id), 8)
+                modes[""] = mode_of(self.note(id))
                 found[""] = Entry(DIR, modes[""], "")
             else:
                 kind = NOTE if mark else KINDS[mode]
@@ -299,8 +304,9 @@ class Store:
             return
         before = self.entries(old) if old else {}
         after = self.entries(new) if new else {}
-        if before and after and before.get("") != after.get(""):
-            yield path, before.get("") or after[""], after.get("") or before[""]
+        own = before.get(""), after.get("")
+        if all(own) and own[0] != own[1]:
+            yield path, *own
         for name in sorted((before.keys() | after.keys()) - {""}):
             here, a, b = f"{path}/{name}" if path else name, before.get(name), after.get(name)
             one, two = (entry.id if entry and entry.kind == DIR else "" for entry in (a, b))
@@ -364,6 +370,11 @@ class Store:
 def damaged(message: str) -> Failure:
     return Failure(f"the store of snapshots is damaged: {message}",
                    "Is its disk full? If not, remove it to begin a new one.")
+
+
+def mode_of(text: bytes) -> int:
+    """0 in a merge where both have changed it."""
+    return int(text, 8) if text.isdigit() else 0
 
 
 def in_workspace(name: str) -> str:
@@ -451,9 +462,10 @@ class Rules:
             if size > ASKED_BYTES or name is names[-1]:
                 found |= self.ask(asked)
                 asked, size = [], 0
-        with contextlib.suppress(OSError):  # until one that has rules
-            for name in names[: len(folders)]:
+        for name in names[: len(folders)]:
+            with contextlib.suppress(OSError):  # it has rules
                 os.rmdir(os.path.join(here, name))
+        with contextlib.suppress(OSError):
             while len(here) > len(self.folder) + 1:
                 os.rmdir(here)
                 here = os.path.dirname(here)
@@ -871,8 +883,8 @@ def risks(store: Store, path: str, old: Entry | None, new: Entry | None, agents:
           ) -> list[str]:
     """Why the host may execute or obey what has changed there."""
     found = list[str]()
-    reason = next((why for pattern, why in RISKS if pattern.fullmatch(canonical(path))), "")
-    if reason and (new or in_git(path)):
+    match = RISK.fullmatch(canonical(path))
+    if match and (reason := RISKS[(match.lastindex or 0) - 1][1]) and (new or in_git(path)):
         found.append(reason)
     names = "|".join(re.escape(name) for name in agents)
     if names and re.search(rf"(?:^|/)\.?(?:{names})(?:\.[^/]*)?(?:/|$)", path, re.IGNORECASE):
@@ -1007,7 +1019,7 @@ class Request:
     def event(self, kind: str, before: str, **more: Any) -> dict[str, Any]:
         number = self.store.state["next"]
         self.store.state["next"] += 1
-        event = {"id": str(number), "kind": kind, "tree": self.label, "before": before,
+        event = {"id": f"{kind}-{number}", "kind": kind, "tree": self.label, "before": before,
                  "after": None, "number": number, **more}
         self.events.append(event)
         return event
@@ -1051,9 +1063,10 @@ class Request:
         rows = differences(self.store, before, after, [""], False, self.agents)
         return {"files": len(rows), "added": sum(row["added"] for row in rows),
                 "deleted": sum(row["deleted"] for row in rows),
-                "notKept": [row["path"] for row in rows if row.get("kept") is False][:100],
+                "notKept": [row["path"] for row in rows if row.get("kept") is False][:LISTED],
+                "risky": sum(bool(row["risk"]) for row in rows),
                 "risks": [{"path": row["path"], "risk": row["risk"]}
-                          for row in rows if row["risk"]][:1000]}
+                          for row in rows if row["risk"]][:LISTED]}
 
     def log(self) -> dict[str, Any]:
         return {"turns": self.events, "bytes": sum(self.store.state["packs"].values())}
@@ -1067,8 +1080,12 @@ class Request:
             old, new = event["before"], self.after(event, now)
         else:
             old, new = self.store.state["first"][self.label], now
-        return {"from": old, "to": new, "files": differences(
-            self.store, old, new, self.paths, self.take("patch", bool, False), self.agents)}
+        rows = differences(self.store, old, new, self.paths, self.take("patch", bool, False),
+                           self.agents)
+        if self.paths != [""] and not rows:
+            raise Failure(f"nothing has changed at {printable(', '.join(self.paths))}",
+                          "Paths begin at the top of the workspace.")
+        return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
     def undo(self) -> dict[str, Any]:
         turns = [event for event in self.events if event["tree"] == self.label
