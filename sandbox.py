@@ -332,7 +332,7 @@ def check_env_name(name: str) -> None:
     """Raise ValueError unless a shell could export the name."""
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"{name!r} is not a name of a variable: letters, digits and _ only")
-    if name in ("SANDBOX_ENV", "SANDBOX_EXEC", "SANDBOX_AUTOSTART"):
+    if name in ("SANDBOX_ENV", "SANDBOX_EXEC", "SANDBOX_AUTOSTART", "SANDBOX_HOLD"):
         raise ValueError(f"{name} is reserved")
 
 
@@ -950,7 +950,8 @@ class Output:
     terminal on which it could ask for a passphrase.
     """
 
-    def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> None:
+    def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
+                 env: Mapping[str, str] | None = None) -> None:
         """`seconds` from now it must have ended."""
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
@@ -958,7 +959,7 @@ class Output:
         null = os.open(os.devnull, os.O_RDONLY)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, fds={0: null, 1: out, 2: err}, own_group=self.leads)
+            self.pid = spawn(argv, env=env, fds={0: null, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
@@ -2456,12 +2457,13 @@ def jobs_path(name: str) -> str:
 
 
 def forget_files(name: str) -> None:
-    """Remove what the web service keeps for a session."""
+    """Remove what is kept for a session: settings, jobs, records of terminals."""
     for path in (settings_path(name), f"{settings_path(name)}.lock"):
         with suppress(OSError):
             os.unlink(path)
-    if os.path.isdir(jobs_path(name)):
-        remove_tree(jobs_path(name))
+    for folder in (jobs_path(name), terminals_path(name)):
+        if os.path.isdir(folder):
+            remove_tree(folder)
 
 
 def remove_tree(path: str) -> None:
@@ -2957,6 +2959,175 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
     """The last lines of a container's own log, for a person."""
     _, out, err = Output(engine.logs_argv(session.id, tail=3)).result(LOG_TAIL_BYTES)
     return [line[:300] for line in (out + err).strip().splitlines()[-3:]]
+
+
+# --- Terminals ---
+# What runs on a terminal belongs to its session: a holder inside has the terminal, and clients
+# attach to it. What they speak, and why, is said in static/session/hold.py.
+
+HOLD = ["python3", "-I", "-S", "-c",
+        'import os, sys; argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1); '
+        'sys.argv[1:] = eval(argv); exec(source)']
+FRAME_BYTES = 65536  # no holder sends a longer one
+LIST_BYTES = 1 << 20
+
+
+@cache
+def hold_source() -> str:
+    """The holder's program, without its docstring and comments: it goes into each call."""
+    lines = asset("session/hold.py").decode().split('"""', 2)[2].splitlines()
+    return "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+
+
+def hold_argv(engine: Engine, session: Session, workdir: str, tag: str) -> list[str]:
+    """The engine call that starts a program on a terminal which is held, and is its first client.
+
+    Its environment is hold_environ(); the tag is the terminal's id, too.
+    """
+    return engine.exec_argv(
+        session.id or session.name, ["sh", "-c", exec_script(), "sandbox", "hold", "0", *HOLD],
+        user=session.user, workdir=workdir, stdin=True,
+        env=["SANDBOX_ENV", f"SANDBOX_EXEC={tag}", "SANDBOX_HOLD"])
+
+
+def attach_argv(engine: Engine, session: Session) -> list[str]:
+    """The engine call for the other things that the holder's program does; see hold_environ()."""
+    return engine.exec_argv(session.id or session.name, HOLD, user=session.user, stdin=True,
+                            env=["SANDBOX_HOLD"])
+
+
+def hold_environ(script: str, *words: object) -> dict[str, str]:
+    """The environment of such a call: env_script(), and what the holder's program is to do.
+
+    Not as arguments: in the session each process sees those of the others. Raises SandboxError.
+    """
+    hold = f"{[*map(str, words)]!r}\n{hold_source()}"
+    if len(os.fsencode(hold)) > ENVIRONMENT_BYTES:
+        raise SandboxError("the command is too long for a terminal", "put it into a file", 125)
+    return {**os.environ, "SANDBOX_HOLD": hold} | ({"SANDBOX_ENV": script} if script else {})
+
+
+def frame(kind: bytes, data: bytes = b"") -> bytes:
+    return kind + len(data).to_bytes(4, "big") + data
+
+
+class Frames:
+    """The frames in what a client of a holder prints, which anything in a session may forge."""
+
+    def __init__(self) -> None:
+        self.rest = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Kind and content of each whole frame. Raises ValueError for what is none."""
+        self.rest += data
+        frames, at = [], 0
+        while len(self.rest) - at >= 5:
+            size = int.from_bytes(self.rest[at + 1 : at + 5], "big")
+            if self.rest[at] not in b"hmosen" or size > FRAME_BYTES:
+                raise ValueError("it is no frame of a holder")
+            if len(self.rest) - at < 5 + size:
+                break
+            frames.append((bytes(self.rest[at : at + 1]), bytes(self.rest[at + 5 : at + 5 + size])))
+            at += 5 + size
+        del self.rest[:at]
+        return frames
+
+
+def numbers_of(data: bytes) -> list[int]:
+    """The numbers in a frame. Raises ValueError for one that no holder sends."""
+    numbers = [int(word) for word in data[:100].split()]
+    if not all(0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("it is no number of a holder")
+    return numbers
+
+
+class Held:
+    """A terminal as `list` of hold.py shows it; started and ended in seconds, -1 clients where the
+    holder is lost, None for what is not known.
+    """
+
+    def __init__(self, line: str) -> None:
+        """Raises ValueError for a line that is none."""
+        import re
+
+        found = re.fullmatch(r"([0-9a-f]{10}) (\d{1,11}\.\d{3}) (?:(\d{1,11}\.\d{3})|-) "
+                             r"(?:(\d{1,3})|-) (?:(\d{1,4})|-|(lost)) (?:(\d{1,4})|-) "
+                             r"(?:(\d{1,4})|-) (.*)", line, re.ASCII)
+        if not found:
+            raise ValueError("it describes no terminal")
+        self.id, self.title = found[1], printable(found[9])[:200]
+        self.started, self.ended = float(found[2]), float(found[3]) if found[3] else None
+        self.status, clients, self.rows, self.columns = (
+            int(found[at]) if found[at] else None for at in (4, 5, 7, 8))
+        self.clients = -1 if found[6] else clients
+
+    @property
+    def runs(self) -> bool:
+        return self.status is None and self.clients != -1
+
+
+def list_terminals(engine: Engine, session: Session) -> list[Held]:
+    """The terminals of a running session that are there, the oldest first."""
+    return read_terminals(ask_terminals(engine, session))
+
+
+def ask_terminals(engine: Engine, session: Session) -> Output:
+    """The question for the terminals of a session, begun."""
+    return Output(attach_argv(engine, session), env=hold_environ("", "list"))
+
+
+def read_terminals(asked: Output) -> list[Held]:
+    """The answer; [] where there is none, as in a session of an earlier version."""
+    terminals = []
+    for line in asked.result(LIST_BYTES)[1].split("\n"):
+        with suppress(ValueError):
+            terminals.append(Held(line))
+    return terminals
+
+
+# The host remembers which terminals were started and are not known to have ended, so that `ps` asks
+# those sessions alone that have some: terminals/<session>/<id>, JSON. A lost record is harmless.
+
+
+def terminals_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "terminals", name)
+
+
+def record_terminal(name: str, id: str, what: str) -> None:
+    """Remember that a terminal is being started."""
+    path = os.path.join(terminals_path(name), id)
+    with suppress(OSError):
+        make_private(os.path.dirname(path))
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(to_json({"what": what, "since": round(time.time(), 3)}))
+
+
+def forget_terminal(name: str, id: str) -> None:
+    with suppress(OSError):
+        os.unlink(os.path.join(terminals_path(name), id))
+
+
+def recorded_terminals(name: str) -> dict[str, dict[str, Any]]:
+    """By id what was started, and when, in seconds."""
+    found = {}
+    for id in os.listdir(terminals_path(name)) if os.path.isdir(terminals_path(name)) else ():
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            data = read_json(os.path.join(terminals_path(name), id))
+            found[id] = {"what": str(data["what"]), "since": float(data["since"])}
+    return found
+
+
+def mark_unheld(session: Session) -> None:
+    """Remember that the session cannot hold a terminal, as long as its container is this one."""
+    with suppress(FileError):
+        write_private(os.path.join(terminals_path(session.name), "unheld"), to_json(session.id))
+
+
+def is_unheld(session: Session) -> bool:
+    with suppress(OSError, ValueError):
+        known = read_json(os.path.join(terminals_path(session.name), "unheld"))
+        return bool(known == session.id)
+    return False
 
 
 # --- Image ---

@@ -5,7 +5,8 @@
 if [ $# -gt 2 ] && [ ! -e /run/sandbox-ready ]; then
   (shift 2 && mounts_are "$@") || exit 3
 fi
-mkdir -p "$HOME" /run
+mkdir -p "$HOME" /run/sandbox
+chown -h "$1:$2" /run/sandbox  # of what runs on terminals: see hold.py
 rm -f /run/sandbox-ready
 # Every command notes here that it began; the notes of an earlier start stay.
 [ -e /run/sandbox-began ] || { echo sandbox >/run/sandbox-began; chmod 666 /run/sandbox-began; }
