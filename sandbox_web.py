@@ -112,6 +112,7 @@ LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its
 TERMINALS = 100
 LAST_POSITION = 1 << 53  # what JavaScript counts exactly
 STDERR_BYTES = 4096  # of an engine's client that fails
+CUTS = 5  # of a holder's clients, each within a second, before its terminal is given up
 STOP_SECONDS = 15
 DETACH_SECONDS = 2  # for an engine's client to end after its input has
 WEBSOCKETS_MAJOR = 13  # the oldest websockets that works
@@ -1189,6 +1190,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     sandbox.stop_session(engine, session)
+    app.terminals.forget(session.name)
     app.sessions.expire()
     return json_answer(session_data(session, engine))
 
@@ -1885,6 +1887,7 @@ class Terminal:
         self.arriving: deque[Viewer] = deque()
         self.status: int | None = None
         self.ended = self.closing = False
+        self.cuts = 0  # of clients, one soon after the other
         self.end_seen = 0.0  # when a viewer was last told of the end
         self.thread = threading.Thread(target=self.pump, daemon=True)
         self.wake_read, self.wake_write = os.pipe()
@@ -2154,7 +2157,7 @@ class Terminal:
         """The client has ended: with the program, or cut off, or it could not begin."""
         while self.err >= 0 and select.select([self.err], [], [], 0)[0]:
             self.read_failure()
-        recent = time.monotonic() - self.attached < 1  # it would be cut off again
+        self.cuts = self.cuts + 1 if time.monotonic() - self.attached < 1 else 0
         self.close_client()
         status = sandbox.wait_for(self.pid)
         try:
@@ -2165,7 +2168,8 @@ class Terminal:
                               .encode())
                 self.start_unheld()
                 return
-            if self.held and self.greeted and not (self.told or self.closing or recent):
+            if (self.held and self.greeted and not (self.told or self.closing)
+                    and self.cuts < CUTS):
                 self.is_new = False
                 self.attach_client()
                 return
@@ -2173,9 +2177,9 @@ class Terminal:
             self.failure = str(error).encode()
         if not self.held:
             self.status = status
-        elif not (self.told or self.greeted):
-            self.ring.put((self.refused.encode() or self.failure).replace(b"\n", b"\r\n"))
-            self.status = status if self.is_new else None
+        elif self.is_new and not (self.told or self.greeted):
+            self.ring.put(self.failure.replace(b"\n", b"\r\n"))
+            self.status = status
         self.end()
 
     def close_client(self) -> None:
@@ -2392,7 +2396,7 @@ class Terminals:
         ids = {*ours, *sandbox.recorded_terminals(session)}
         return len(ids - {id for id, terminal in ours.items() if terminal.ended})
 
-    def come_back(self, app: App, name: str, id: str, size: tuple[int, int]) -> Terminal:
+    def come_back(self, app: App, name: str, id: str, size: tuple[int, int] | None) -> Terminal:
         """A terminal that is there. Raises WebError where it is not."""
         if terminal := self.of(name).get(id):
             return terminal
@@ -2400,8 +2404,9 @@ class Terminals:
         if row is None:
             raise WebError("not_found", f"there is no terminal {id[:20]!r} any more")
         engine, session = find_running(name)
-        return self.open(Terminal(app, engine, session, run_of(session, row.title), size, id,
-                                  row.title, row.started))
+        return self.open(Terminal(app, engine, session, run_of(session, row.title),
+                                  size or (row.rows or 24, row.columns or 80), id, row.title,
+                                  row.started))
 
     def open(self, terminal: Terminal) -> Terminal:
         over = [terminal for terminal in self.all() if terminal.ended]
@@ -2446,14 +2451,19 @@ class Terminals:
 
     def close_all(self, session: str) -> None:
         """Hang up all terminals of a session, and wait for that."""
-        for id in sandbox.recorded_terminals(session):
-            sandbox.forget_terminal(session, id)
+        self.forget(session)
         threads = [threading.Thread(target=terminal.hang_up, daemon=True)
                    for terminal in self.of(session).values()]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(STOP_SECONDS)
+
+    @staticmethod
+    def forget(session: str) -> None:
+        """Forget what was recorded: its container has stopped."""
+        for id in sandbox.recorded_terminals(session):
+            sandbox.forget_terminal(session, id)
 
     def leave(self) -> None:
         """Detach from all of them, now that the server ends."""
@@ -2522,13 +2532,14 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
     if "upgrade" not in request.headers:
         raise WebError("bad_request", "this is the address of a WebSocket", "connect to it as one")
     size = (request.number("rows", 24, 1, 1000), request.number("cols", 80, 1, 1000))
+    given = size if "rows" in request.query and "cols" in request.query else None
     position = request.number("from", 0, 0, 1 << 60)
     protocol, response = accept_websocket(request)
     id, run = request.query.get("id", ""), request.query.get("run", "shell")
     if run not in ("shell", "agent"):
         raise WebError("bad_request", "run: it is neither shell nor agent")
     if id:
-        terminal = app.terminals.come_back(app, params["session"], id, size)
+        terminal = app.terminals.come_back(app, params["session"], id, given)
     else:
         engine, session = find_running(params["session"])
         if run == "agent" and not session.agent:
@@ -2538,7 +2549,6 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
 
     def attach(sock: socket.socket, buffered: bytes, leave: Callable[[], None]) -> None:
         protocol.send_response(response)
-        given = size if "rows" in request.query and "cols" in request.query else None
         viewer = Viewer(sock, protocol, leave, request.query.get("view", "") != "1", position,
                         given)
         sock.setblocking(False)
