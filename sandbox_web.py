@@ -22,14 +22,15 @@ All that it uses of sandbox.py (a test compares this list with the code):
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings AGENTS options_of
-    engines: Engine Image candidates missing_image
-    sessions: Session find_session list_sessions create_session recreate_session start_session
-        stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
-        differences
+    engines: Engine candidates present_image
+    sessions: Session find_session list_sessions create_session recreation check_recreation
+        recreate_session start_session stop_session remove_session users_of forget_files
+        generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
     terminals: hold_argv attach_argv hold_environ frame Frames numbers_of Held list_terminals
-        record_terminal forget_terminal recorded_terminals mark_unheld is_unheld
+        record_terminal forget_terminal recorded_terminals title_of agent_of cannot_hold
+        is_unheld STARTUP_SECONDS
     processes: spawn wait_for Output end_on_signals
     people: say report Step Remedy with_remedies install_commands
 """
@@ -107,7 +108,6 @@ RING_BYTES = WINDOW_BYTES = 1024 * 1024
 MESSAGE_BYTES = 1024 * 1024
 STALL_SECONDS = 5  # a viewer that takes nothing for so long no longer holds the program up
 PING_SECONDS = 30  # the kernel ends a connection whose other end is gone, however slow it was
-STARTING_SECONDS = 60  # after which a terminal that was recorded must be there
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
 LAST_POSITION = 1 << 53  # what JavaScript counts exactly
@@ -1034,8 +1034,9 @@ def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
 def recreate_lines(session: Session, config: Config) -> list[str]:
     """In what the container differs from its configuration: what needs a new container."""
     have, _ = session.created()
-    given = {key: have.get(key) for key in ("directory", "workdir", "sources")}
-    return sandbox.differences(have, sandbox.spec_of(config) | given)
+    want = sandbox.spec_of(config) | {key: have.get(key)
+                                      for key in ("directory", "workdir", "sources")}
+    return sandbox.differences(have, want | {"git": sandbox.git_of(want)})
 
 
 def workdir(session: Session) -> str:
@@ -1139,24 +1140,16 @@ def finish_start(app: App, engine: Engine, session: Session, status: int = 200) 
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     """Put a new container from what is configured now in the place of the old one.
 
-    Its settings and jobs stay.
+    Its home, settings and jobs stay.
     """
     engine, session = find(params["session"])
-    have, kept = session.created()
-    place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = sandbox.session_config(session, flags=Layer(place, "request"))
-    spec = sandbox.spec_of(config)
+    config, kept, spec = sandbox.recreation(session, Layer({}, "request"))
     with as_request_error():
-        sandbox.check_spec(spec)
-        # A link in a path may lead to an engine's socket by now.
-        if spec["sources"] != have.get("sources"):
-            sandbox.check_mounts(spec)
-    if not sandbox.Image(engine, config.image).id:  # before anything goes
-        raise sandbox.missing_image(engine, config)
+        sandbox.check_recreation(session, spec)
+    sandbox.present_image(engine, config)  # before anything goes
     app.terminals.close_all(session.name)
     try:
-        flags = Layer({**kept, **place}, "created")
-        session = sandbox.recreate_session(engine, session, config, flags, spec)
+        session = sandbox.recreate_session(engine, session, config, kept, spec)
     finally:
         app.sessions.expire()
     return finish_start(app, engine, session)
@@ -1165,6 +1158,12 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     return json_answer(session_data(session, engine))
+
+
+def get_users(_app: App, _request: Request, params: Params) -> Answer:
+    """What would end with the session: the commands of all who use it."""
+    engine, session = find(params["session"])
+    return json_answer({"users": sandbox.users_of(engine, session)})
 
 
 def delete_session(app: App, _request: Request, params: Params) -> Answer:
@@ -1225,7 +1224,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
         config = sandbox.session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
-            sandbox.env_script(sandbox.exec_env(config, workdir(session)))
+            sandbox.env_script(sandbox.exec_env(config, session.created()[0]))
         sandbox.write_settings(session.name, settings)
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
@@ -1372,7 +1371,7 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session, under a supervisor; the job as clients see it."""
     config = sandbox.session_config(session)
-    env = {**sandbox.exec_env(config, workdir(session)), **(extra_env or {})}
+    env = {**sandbox.exec_env(config, session.created()[0]), **(extra_env or {})}
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1879,7 +1878,7 @@ class Terminal:
         self.app, self.engine, self.session, self.run, self.size = app, engine, session, run, size
         self.id, self.started = id or sandbox.random_id(), started or time.time()
         command = sandbox.AGENTS[session.agent].yolo if run == "agent" else sandbox.SHELL
-        self.command, self.title = command, title or sandbox.quote_all(command)
+        self.command, self.title = command, title or sandbox.title_of(command)
         self.is_new, self.held = not id, False
         self.ring, self.input = Ring(), bytearray()
         self.viewers: list[Viewer] = []
@@ -1919,7 +1918,7 @@ class Terminal:
 
     def script(self) -> str:
         env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
-        env |= sandbox.exec_env(sandbox.session_config(self.session), workdir(self.session))
+        env |= sandbox.exec_env(sandbox.session_config(self.session), self.session.created()[0])
         return sandbox.env_script(env)
 
     def start_unheld(self) -> None:
@@ -2162,8 +2161,7 @@ class Terminal:
         status = sandbox.wait_for(self.pid)
         try:
             if self.held and self.refused and self.is_new and not self.closing:
-                sandbox.mark_unheld(self.session)
-                sandbox.forget_terminal(self.session.name, self.id)
+                sandbox.cannot_hold(self.session, self.id, self.refused, status)
                 self.ring.put(f"sandbox: this terminal ends with its server: {self.refused}\r\n"
                               .encode())
                 self.start_unheld()
@@ -2400,7 +2398,7 @@ class Terminals:
         """A terminal that is there. Raises WebError where it is not."""
         if terminal := self.of(name).get(id):
             return terminal
-        row = next((row for row in held_terminals(name) if row.id == id), None)
+        row = next((row for row in held_terminals(name)[1] if row.id == id), None)
         if row is None:
             raise WebError("not_found", f"there is no terminal {id[:20]!r} any more")
         engine, session = find_running(name)
@@ -2475,42 +2473,40 @@ class Terminals:
 
 def run_of(session: Session, title: str) -> str:
     """What `run` was asked for, by what runs; "" for another command."""
-    agent = sandbox.AGENTS.get(session.agent)
-    if agent and title == sandbox.quote_all(agent.yolo):
+    if session.agent and sandbox.agent_of(title) == session.agent:
         return "agent"
-    return "shell" if title == sandbox.quote_all(sandbox.SHELL) else ""
+    return "shell" if title == sandbox.title_of(sandbox.SHELL) else ""
 
 
-def held_terminals(name: str) -> list[sandbox.Held]:
-    """The terminals of a session that run, or whose end nobody has seen; those it has lost go."""
+def held_terminals(name: str) -> tuple[Session | None, list[sandbox.Held]]:
+    """A session, and its terminals that run, or whose end nobody has seen; lost records go."""
     records = sandbox.recorded_terminals(name)
     if not records:
-        return []
+        return None, []
     engine, session = find(name)
     if session.state != "running":
-        return []
+        return None, []
     rows = {row.id: row for row in sandbox.list_terminals(engine, session)}
     for id, record in records.items():
-        if id not in rows and time.time() - record["since"] > STARTING_SECONDS:
+        if id not in rows and time.time() - record["since"] > sandbox.STARTUP_SECONDS:
             sandbox.forget_terminal(name, id)
-    return [row for row in rows.values() if row.runs or row.id in records]
+    return session, [row for row in rows.values() if row.runs or row.id in records]
 
 
 def get_terminals(app: App, _request: Request, params: Params) -> Answer:
     name = params["session"]
     rows = {id: terminal.data() for id, terminal in app.terminals.of(name).items()}
-    with suppress(WebError, SandboxError):
-        held = held_terminals(name)
-        session = find(name)[1] if held else None
-        for row in held:
-            if row.id in rows:
-                rows[row.id]["viewers"] += max(0, (row.clients or 0) - 1)  # one is ours
-            elif session:
-                rows[row.id] = {
-                    "id": row.id, "session": name, "run": run_of(session, row.title),
-                    "title": row.title, "started": iso(row.started), "rows": row.rows,
-                    "cols": row.columns, "viewers": max(0, row.clients or 0),
-                    "ended": not row.runs, "exit": row.status, "seq": None}
+    session, held = held_terminals(name)
+    for row in held:
+        clients = max(0, row.clients or 0)
+        if row.id in rows:
+            rows[row.id]["viewers"] += max(0, clients - 1)  # one is ours
+        elif session:
+            rows[row.id] = {
+                "id": row.id, "session": name, "run": run_of(session, row.title),
+                "title": row.title, "started": iso(row.started), "rows": row.rows,
+                "cols": row.columns, "viewers": clients, "ended": not row.runs,
+                "exit": row.status, "seq": None}
     return json_answer(sorted(rows.values(), key=lambda row: str(row["started"])))
 
 
@@ -2519,7 +2515,7 @@ def delete_terminal(app: App, _request: Request, params: Params) -> Answer:
     if terminal := app.terminals.of(name).get(id):
         terminal.hang_up()
         return json_answer({"ok": True})
-    if not any(row.id == id for row in held_terminals(name)):
+    if not any(row.id == id for row in held_terminals(name)[1]):
         raise WebError("not_found", f"there is no terminal {id[:20]!r} any more")
     engine, session = find_running(name)
     sandbox.signal_tagged(engine, session, id, "HUP", 2)
@@ -2594,6 +2590,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
     ("DELETE", SESSION, delete_session),
+    ("GET", SESSION + "/users", get_users),
     ("POST", SESSION + "/start", post_start),
     ("POST", SESSION + "/stop", post_stop),
     ("POST", SESSION + "/recreate", post_recreate),

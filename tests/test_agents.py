@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,7 @@ def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(
         assert found == ["claude", "gemini", "agent-a", "agent-b"]
         lacking = engine.sandbox("run", "-n", name, "-y", "cx", "--", "--version")
         assert lacking.returncode == 127
-        assert f"sandbox rm {name}, then run this again" in lacking.stderr
+        assert f"sandbox recreate {name}, then run this again" in lacking.stderr
         checks = json.loads(engine.sandbox("doctor", "--json").stdout)
         (agents,) = [row for row in checks if row["check"] == "agents"]
         assert agents["status"] == "ok" and agents["detail"].startswith("claude 2"), agents
@@ -286,6 +286,35 @@ def test_a_prompt_is_answered_and_its_conversation_goes_on(session: Session, age
     second = session.run(*yolo, "--", *AGAIN[agent].split(), "recall")
     assert second.returncode == 0, second.stdout + second.stderr
     assert f"pong {prompt}" in second.stdout, second.stdout + second.stderr
+
+
+@on_docker
+@each_agent
+def test_a_conversation_goes_on_in_a_new_container_and_in_a_duplicate(engine: Engine, image: str,
+                                                                      agent: str) -> None:
+    session = new_session(engine, engine.user)
+    prompt = f"say it's {unique_name()}"
+    first = session.run("-y", agent, "--", *ONCE[agent].split(), prompt)
+    assert f"pong {prompt}" in first.stdout, first.stdout + first.stderr
+
+    def goes_on(session: Session, said: str) -> None:
+        assert session.run("-x", STUB_ANSWERS).returncode == 0
+        again = session.run("-y", agent, "--", *AGAIN[agent].split(), "recall")
+        assert f"pong {said}" in again.stdout, again.stdout + again.stderr
+
+    made = engine.sandbox("recreate", session.name, "--net", "open", "-p", "127.0.0.9:8080:80",
+                          "--memory", "3g", **session.where())
+    assert made.returncode == 0, made.stderr
+    goes_on(session, prompt)
+    other = replace(session, name=unique_name())
+    copied = engine.sandbox("run", "--from", session.name, "-n", other.name, "-x", "true",
+                            **session.where())
+    assert copied.returncode == 0, copied.stderr
+    assert engine.sandbox("rm", session.name, **session.where()).returncode == 0
+    renamed = replace(other, name=unique_name())
+    moved = engine.sandbox("rename", other.name, renamed.name, **session.where())
+    assert moved.returncode == 0, moved.stderr
+    goes_on(renamed, "recall")
 
 
 @each_agent
@@ -463,6 +492,16 @@ def test_claude_code_uses_the_key_that_it_was_given(projects: Session) -> None:
     with projects.pty(*key, "-y", "c", below="repo") as terminal:
         type_prompt(terminal, "c", prompt)
         assert ask(projects, f"{STUB}/asked/{prompt}").returncode == 0, terminal.output
+
+
+@on_docker
+def test_claude_code_gets_what_the_image_brings_and_its_home_lacks(session: Session) -> None:
+    script = ("file=~/.claude.json; cp $file ~/before; "
+              "jq '.theme = \"light\" | del(.hasCompletedOnboarding)' ~/before >$file; "
+              "claude --version >/dev/null; jq -c '[.theme, .hasCompletedOnboarding]' $file; "
+              "echo '{' >$file; claude --version >/dev/null 2>&1; cat $file; cp ~/before $file")
+    answer = session.run("-x", script)
+    assert answer.stdout == '["light",true]\n{\n', answer.stderr
 
 
 @on_docker

@@ -81,6 +81,24 @@ def test_a_wrong_command_line_is_a_usage_error(argv: list[str], words: str,
     assert out == "" and words in err and NO_ENGINE not in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["claude"], "to start Claude Code: sandbox run -y claude"),
+        (["c"], "to start Claude Code: sandbox run -y c"),
+        (["run", "claude"], "to run that: sandbox run -y claude"),
+        (["-n", "shop", "gemini", "--debug"], "to run that: sandbox run -y gemini --debug"),
+        (["run", "npm", "test", "a b"], "to run that: sandbox run -x npm test 'a b'"),
+    ],
+)
+def test_an_agent_or_a_command_without_its_option_is_answered_with_it(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(*argv) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[1:]) == ("", [f"  {hint}"])
+
+
 @pytest.mark.parametrize("command",
                          ["ps", "rm some", "run", "-y c", "-- -c", "build", "config command"])
 def test_without_an_engine_there_is_one_error_with_a_remedy(

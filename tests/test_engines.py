@@ -520,7 +520,7 @@ def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: 
     assert other.stdout == "ran\n"
     for part in (f"volumes: it lacks {data}:/data",
                  "asked for is localhost/sandbox-test:2.0-common",
-                 "memory: it has 512m, asked for is 1g", f"sandbox rm {name}"):  # fmt: skip
+                 "memory: it has 512m, asked for is 1g", f"sandbox recreate {name} --memory 1g"):
         assert part in other.stderr
     assert "ports" not in other.stderr
 
@@ -715,7 +715,7 @@ def test_a_container_that_ends_at_once_says_why(engine: Engine, project: Path, n
                                 "echo ran")
         assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
         assert "ended as soon as it was started" in answer.stderr
-        assert f"sandbox rm {name}" in answer.stderr
+        assert f"sandbox recreate {name}" in answer.stderr
     assert engine.sandbox("rm", name).returncode == 0 and name not in container_names(engine)
 
 

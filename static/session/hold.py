@@ -24,7 +24,7 @@ in milliseconds), then the last RING_BYTES of the output, as a ring.
 `list` prints for each: ID, started, ended, status, clients, rows, columns, title; `-` for none,
 clients is `lost` where the holder is gone without a status.
 
-Exit code: the program's status; 125 where it is not known, or nothing was started or is there.
+Exit code: the program's status; 125 where it is not known, 1 where nothing was started or is there.
 
 Import budget: a holder lives as long as its program, and its start is waited for; what it imports
 takes 2 ms.
@@ -558,7 +558,7 @@ def start(id: str, rows: str, columns: str, title: str, *argv: str) -> None:
 
 def refuse(reason: str) -> NoReturn:
     write_all(frame(b"n", reason.encode()))
-    sys.exit(125)
+    sys.exit(1)
 
 
 def attach(id: str, rows: str, columns: str, position: str) -> None:

@@ -115,8 +115,8 @@ export function mount(root, context) {
       h("div", {}, h("strong", {}, "Not in force until the container is created again:"),
         h("ul", {}, lines.map((line) => h("li", {}, line)))),
       h("button", { type: "button", onclick: (event) => busy(event.currentTarget, async () => {
-        const text = "What was installed or written in the container outside of your directory goes, the agent's conversation too. "
-          + "Settings and history stay.";
+        const text = "What runs in it ends, and what was installed in the container goes. "
+          + "The agent's conversations, settings and history stay.";
         if (!(await confirmed(`Create ${name} again?`, text, "Create again"))) return;
         await api.act(name, "recreate");
         toast(`${name} was created again`);

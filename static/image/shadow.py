@@ -1,0 +1,1242 @@
+"""Snapshots of a workspace in a store of their own: what a turn changed, undo, redo and merge.
+
+    shadow.py VERB STORE WORKSPACE [REQUEST]     REQUEST is a JSON object, or - to read it on stdin
+
+    snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
+              only looks. All take "keep" and "maxBytes", and "agents", names that are risky below
+    log       {}: the turns, undos, redos and merges that are kept
+    diff      {"turn": ID, "paths": […], "patch": true}; without a turn since the first snapshot
+    undo      {"turn": ID, "only": true, "paths": […], "dry": true, "discard": true}: the last turn
+              that is not undone, or all since this one, or only this one; discard: what was never
+              kept may go, too
+    redo      {"turn": ID, "paths": […], "dry": true}: undo the last undo, or the one of this turn
+    merge     {"tree": "origin", "paths": […], "dry": true}: bring the work of the tree "main" into
+              WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too)
+    prune     {"keep": TURNS, "maxBytes": BYTES}
+
+stdout has one JSON object; a failure is {"error", "hint"}. Paths are relative to WORKSPACE; bytes
+that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or
+obeyed: only this program reads and writes it, and git sees nothing but objects, whose names all
+begin with a mark of ours, so that it knows none of them:
+  =NAME    a file, link or directory      :m=NAME  its mode, where it is not 0644 or 0755
+  :dir     a directory's own mode         :s=NAME  what was seen and not kept: kind, size, stamp
+
+STORE has git/ (a bare repository of SHA-256 packs, written here), rules/ (the ignore files of the
+first snapshot), cache-TREE (what was seen last, to know what is unchanged), tmp/, lock and
+state.json. That is the truth: a pack which it does not name is what a killed run has left.
+Exit codes: 0; 1 failed; 2 usage.
+"""
+
+import codecs
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import marshal
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
+KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
+DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
+RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
+ASKED_BYTES = 32 * 1024  # less than a pipe holds, or git and we wait for each other
+FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
+KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
+PACKED = {b"commit": 1, b"tree": 2, b"blob": 3}
+FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+CONFIG = """\
+[core]
+	repositoryformatversion = 1
+	bare = true
+	bigFileThreshold = 4m
+	attributesFile = /dev/null
+	excludesFile = /dev/null
+	hooksPath = /dev/null
+	fsmonitor = false
+[extensions]
+	objectformat = sha256
+[merge]
+	renames = false
+	directoryRenames = false
+"""
+
+# --- What the host may execute or obey later: a pattern of the whole path, the reason ---
+
+RISKS = [(re.compile(rf"(?:.*/)?(?:{pattern})", re.IGNORECASE | re.DOTALL), reason) for
+         pattern, reason in (
+    (r"\.git/(?:.*/)?config(?:\.worktree)?", "git runs programs that this file names"),
+    (r"\.git/(?:.*/)?hooks/(?!.*\.sample$).*", "git runs it at a commit, merge or checkout"),
+    (r"\.git/(?:.*/)?info/attributes|\.gitattributes", "tells git which filters to run"),
+    (r"\.git/(?:.*/)?(?:commondir|gitdir|alternates|worktrees/.*)|\.git",
+     "tells git to use another repository, with its configuration"),
+    (r"\.git/(?:index|(?:.*/)?(?:HEAD|ORIG_HEAD|FETCH_HEAD|packed-refs|(?:refs|logs|objects|info)/.*|hooks/.*\.sample"
+     r"|COMMIT_EDITMSG|index|description))", ""),
+    (r"\.git/.*", "git may obey it"),
+    (r"\.gitmodules", "names repositories that git fetches and checks out"),
+    (r"\.gitconfig|\.lfsconfig|HEAD", "git may take its directory or its settings from it"),
+    (r"\.vscode/.*|.*\.code-workspace|\.idea/.*|\.fleet/.*|\.zed/.*|\.vs/.*|\.cursor/.*|\.windsurf/.*",
+     "an editor runs tasks and takes programs from it"),
+    (r"\.exrc|\.n?vimrc|\.nvim\.lua|\.lvimrc|\.dir-locals\.el|\.sublime-project|\.projectile",
+     "an editor executes it when the directory is opened"),
+    (r"\.envrc|\.env\.(?:sh|zsh)|\.autoenv|\.?mise\.toml|\.tool-versions|\.in|\.out|flake\.nix"
+     r"|(?:default|shell)\.nix|devbox\.json", "a shell loads it on entering the directory"),
+    (r"\.(?:bash|zsh|k?sh|c|tc)(?:rc|env|_?profile|_?login|_?logout)|\.profile|\.z(?:profile|login)"
+     r"|config\.fish|.*\.fish", "a shell executes it when it starts"),
+    (r"AGENTS\.md|\.?mcp\.json|\.cursorrules|\.windsurfrules|\.clinerules.*|\.roo/.*|\.aider.*"
+     r"|\.agents?/.*|copilot-instructions\.md", "agents on the host obey it"),
+    (r"\.github/(?:workflows|actions)/.*|\.git(?:lab|ea|hub)-ci\.yml|\.(?:forgejo|gitea)/.*"
+     r"|\.circleci/.*|Jenkinsfile|\.travis\.yml|azure-pipelines\.ya?ml|bitbucket-pipelines\.yml"
+     r"|\.drone\.ya?ml|\.buildkite/.*|\.woodpecker.*|\.appveyor\.yml|cloudbuild\.ya?ml",
+     "continuous integration runs it with its secrets"),
+    (r"(?:Docker|Container)file.*|(?:docker-)?compose.*\.ya?ml|\.devcontainer.*|Vagrantfile"
+     r"|Tiltfile|skaffold\.ya?ml", "starts containers or machines on the host"),
+    (r"(?:GNU)?Makefile.*|.*\.mk|[jJ]ustfile|\.justfile|Taskfile\.ya?ml|Rakefile|CMakeLists\.txt"
+     r"|.*\.cmake|meson\.build|SConstruct|configure(?:\.ac)?|WORKSPACE.*|BUILD(?:\.bazel)?|.*\.bzl"
+     r"|.*\.gradle(?:\.kts)?|gradlew.*|gradle/.*|mvnw.*|\.mvn/.*|pom\.xml|build\.(?:xml|rs|zig|sbt)"
+     r"|\.cargo/.*|Directory\.Build\..*|.*\.(?:cs|vcx|fs)proj|Earthfile", "a build runs it"),
+    (r"setup\.(?:py|cfg)|noxfile\.py|tox\.ini|conftest\.py|(?:site|user)customize\.py|.*\.pth"
+     r"|Gemfile|.*\.gemspec|Package\.swift|mix\.exs|binding\.gyp", "installing or testing runs it"),
+    (r"\.npmrc|\.yarnrc.*|\.yarn/.*|\.pnpmfile\.c?js|\.?pip\.conf|\.bundle/.*|\.condarc|uv\.toml",
+     "a package manager takes sources and programs from it"),
+    (r"\.pre-commit-(?:config|hooks)\.yaml|\.?lefthook.*\.(?:ya?ml|toml|json)|\.husky/.*|\.overcommit\.yml"
+     r"|\.lintstagedrc.*", "runs when one commits"),
+    (r"[^/]*\.config\.[cm]?[jt]s|\.?(?:eslint|prettier|babel|stylelint|mocha)rc\.[cm]?js|gulpfile.*"
+     r"|Gruntfile.*|\.eslintrc.*|\.rubocop\.yml|\.pylintrc",
+     "a tool executes it to configure itself"),
+    (r"[^/]*\.(?:desktop|lnk|scpt|command|reg)|autorun\.inf|desktop\.ini",
+     "a desktop may execute it"),
+)]
+# Of these only what installing and building run counts, not the order of dependencies.
+RUNS = {"package.json": ("scripts", "bin", "husky", "lint-staged", "simple-git-hooks", "gypfile",
+                         "packageManager", "workspaces"),
+        "composer.json": ("scripts", "bin"), "deno.json": ("tasks",),
+        "pyproject.toml": ("build-system", "tool", "entry-points"),
+        "cargo.toml": ("package", "build")}
+RUNS_REASON = "what installing, building or testing runs has changed"
+NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory is only counted",
+            "objects": "a repository's objects are not kept", "full": "the store was full",
+            "unreadable": "it cannot be read", "deep": "it lies too deep"}
+
+Key = tuple[int, int, int, int, int]  # mode, size, mtime, ctime (ns) and inode
+Seen = tuple[Any, bytes, str]  # key, object and kind
+
+
+class Failure(Exception):
+    """What ends the request, and what one can do about it."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Entry(NamedTuple):
+    kind: str
+    mode: int
+    id: str  # of a note: of its text
+
+
+def key_of(st: os.stat_result) -> Key:
+    return st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino
+
+
+def printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()[:500]
+
+
+def canonical(path: str) -> str:
+    """The path, with .git for each part that some file system takes for that."""
+    parts = ((part, re.sub("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]", "", part)
+              .partition(":")[0].rstrip(" .").lower()) for part in path.split("/"))
+    return "/".join(".git" if plain in (".git", "git~1") else part for part, plain in parts)
+
+
+def in_git(path: str) -> bool:
+    return ".git" in canonical(path).split("/")
+
+
+def whole_git(path: str) -> str:
+    """The .git directory that a path lies in, or the path: half of a .git is worse than none."""
+    parts = canonical(path).split("/")
+    return "/".join(path.split("/")[: parts.index(".git") + 1]) if ".git" in parts else path
+
+
+def below(path: str, tops: Sequence[str] | set[str]) -> bool:
+    return any(path == top or path.startswith(f"{top}/") or not top for top in tops)
+
+
+# --- The store: packs, git on objects, the state ---
+
+
+class Pack:
+    """Objects on their way into the store. git sees them when finish() has named the index."""
+
+    def __init__(self, folder: str, known: Callable[[], set[bytes]], most: int) -> None:
+        self.folder, self.find_known, self.most = folder, known, most
+        self.rows: dict[bytes, tuple[int, int]] = {}
+        self.known: set[bytes] | None = None
+        self.size = 12
+
+    def put(self, kind: bytes, data: bytes) -> bytes:
+        digest = hashlib.sha256(b"%s %d\0" % (kind, len(data)))
+        digest.update(data)
+        name = digest.digest()
+        if self.known is None:
+            self.known = self.find_known()
+            self.path = os.path.join(self.folder, f"tmp-{secrets.token_hex(8)}")
+            self.file = open(self.path, "w+b", buffering=1 << 20)  # noqa: SIM115 - for all puts
+            self.file.write(bytes(12))
+        if name in self.known:
+            return name
+        self.known.add(name)
+        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
+        while size:
+            head[-1] |= 128
+            head.append(size & 127)
+            size >>= 7
+        record = bytes(head) + zlib.compress(data, 1)
+        self.rows[name] = zlib.crc32(record), self.size
+        self.file.write(record)
+        self.size += len(record)
+        return name
+
+    @property
+    def full(self) -> bool:
+        return self.size > self.most
+
+    def finish(self) -> None:
+        """The formats are those of gitformat-pack(5), version 2 of both."""
+        if self.known is None:
+            return
+        if not self.rows:
+            self.file.close()
+            return os.unlink(self.path)
+        self.file.seek(0)
+        self.file.write(b"PACK" + struct.pack(">II", 2, len(self.rows)))
+        self.file.seek(0)
+        check = hashlib.file_digest(self.file, "sha256").digest()  # type: ignore[arg-type]
+        self.file.write(check)
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        names = sorted(self.rows)
+        counts = [0] * 256
+        for name in names:
+            counts[name[0]] += 1
+        far = [offset for name in names if (offset := self.rows[name][1]) >> 31]
+        near = {offset: 1 << 31 | number for number, offset in enumerate(far)}
+        offsets = [near.get(offset, offset) for offset in (self.rows[n][1] for n in names)]
+        index = b"".join((
+            b"\xfftOc", struct.pack(">I256I", 2, *itertools.accumulate(counts)), *names,
+            struct.pack(f">{len(names)}I", *(self.rows[name][0] for name in names)),
+            struct.pack(f">{len(names)}I", *offsets), struct.pack(f">{len(far)}Q", *far), check))
+        stem = os.path.join(self.folder, f"pack-{check.hex()}")
+        write(f"{stem}.idx", index + hashlib.sha256(index).digest(), self.path + "-idx", first=(
+            lambda: os.rename(self.path, f"{stem}.pack")))
+
+
+def write(path: str, data: bytes, temporary: str = "", first: Callable[[], None] = lambda: None,
+          ) -> None:
+    """Replace a file of the store; `first` happens between the writing and the naming."""
+    temporary = temporary or f"{path}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    first()
+    os.rename(temporary, path)
+
+
+class Store:
+    def __init__(self, folder: str) -> None:
+        """Take the lock, and clear away what a killed run has left."""
+        self.folder, self.packs = folder, os.path.join(folder, "git/objects/pack")
+        for name in ("git/objects/pack", "git/refs", "git/info", "rules", "tmp"):
+            os.makedirs(os.path.join(folder, name), mode=0o700, exist_ok=True)
+        self.lock = open(os.path.join(folder, "lock"), "w")  # noqa: SIM115 - until the end
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        if not os.path.exists(self.at("git/HEAD")):
+            write(self.at("git/config"), CONFIG.encode())
+            write(self.at("git/HEAD"), b"ref: refs/heads/none\n")
+        self.state: dict[str, Any] = {"events": [], "last": {}, "first": {}, "packs": {}, "next": 1}
+        with contextlib.suppress(FileNotFoundError), open(self.at("state.json"), "rb") as file:
+            self.state = json.load(file)
+        found = self.pack_sizes()
+        for name in found.keys() - self.state["packs"].keys():
+            os.unlink(os.path.join(self.packs, name))
+        for name, size in self.state["packs"].items():
+            if found.get(name) != size:
+                raise damaged(f"{name} is not what was written")
+        self.scratch = self.at("tmp/objects")
+        shutil.rmtree(self.at("tmp"))
+        os.makedirs(self.scratch)
+        self.reader: subprocess.Popen[bytes] | None = None
+        self.notes: dict[str, bytes] = {}
+
+    def at(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def pack_sizes(self) -> dict[str, int]:
+        return {entry.name: entry.stat().st_size for entry in os.scandir(self.packs)}
+
+    def save(self) -> None:
+        self.state["packs"] = self.pack_sizes()
+        write(self.at("state.json"), json.dumps(self.state).encode())
+
+    # git: what it writes goes to a directory that ends with the request
+
+    def argv(self, *words: str) -> dict[str, Any]:
+        env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self.at("git"), "LC_ALL": "C",
+               "GIT_DIR": self.at("git"), "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1",
+               "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
+               "GIT_NO_REPLACE_OBJECTS": "1", "GIT_LITERAL_PATHSPECS": "1",
+               "GIT_OBJECT_DIRECTORY": self.scratch, "GIT_AUTHOR_DATE": "@0 +0000",
+               "GIT_ALTERNATE_OBJECT_DIRECTORIES": self.at("git/objects"),
+               "GIT_COMMITTER_DATE": "@0 +0000",
+               **{f"GIT_{who}_{what}": "shadow" for who in ("AUTHOR", "COMMITTER")
+                  for what in ("NAME", "EMAIL")}}
+        return {"args": ("git", *words), "env": env, "cwd": self.folder}
+
+    def git(self, *words: str, given: bytes = b"", fine: Sequence[int] = (0,)) -> bytes:
+        done = subprocess.run(**self.argv(*words), input=given, capture_output=True)
+        if done.returncode not in fine:
+            raise damaged(f"git {words[0]}: {done.stderr.decode(errors='replace').strip()[:500]}")
+        return done.stdout
+
+    def ask(self, word: str, id: str) -> tuple[int, IO[bytes]]:
+        if not self.reader:
+            self.reader = subprocess.Popen(**self.argv("cat-file", "--batch-command"),
+                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                           stderr=subprocess.DEVNULL)
+        assert self.reader.stdin and self.reader.stdout
+        self.reader.stdin.write(f"{word} {id}\n".encode())
+        self.reader.stdin.flush()
+        head = self.reader.stdout.readline().split()
+        if len(head) != 3:
+            raise damaged(f"an object is missing: {id[:12]}")
+        return int(head[2]), self.reader.stdout
+
+    def size(self, id: str) -> int:
+        return self.ask("info", id)[0]
+
+    def get(self, id: str) -> bytes:
+        size, stream = self.ask("contents", id)
+        return stream.read(size + 1)[:-1]
+
+    def note(self, id: str) -> bytes:
+        if id not in self.notes:
+            self.notes[id] = self.get(id)
+        return self.notes[id]
+
+    # Trees
+
+    def entries(self, tree: str) -> dict[str, Entry]:
+        """What a directory has, and itself as the entry with the empty name."""
+        data, at = self.get(tree), 0
+        found, modes = dict[str, Entry](), dict[str, int]()
+        while at < len(data):
+            end = data.index(0, at)
+            mode, name = data[at:end].split(b" ", 1)
+            id, at = data[end + 1 : end + 33].hex(), end + 33
+            mark, _, rest = os.fsdecode(name).partition("=")
+            if mark == ":m":
+                modes[rest] = int(self.note(id), 8)
+            elif mark == ":dir":
+                modes[""] = int(self.note(id), 8)
+                found[""] = Entry(DIR, modes[""], "")
+            else:
+                kind = NOTE if mark else KINDS[mode]
+                found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id)
+        return {name: entry._replace(mode=modes.get(name, entry.mode)) if entry.kind == FILE
+                else entry for name, entry in found.items()}
+
+    def changes(self, old: str, new: str, path: str = "",
+                ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+        """Each path that differs between two trees; a directory for its mode and existence."""
+        if old == new:
+            return
+        before = self.entries(old) if old else {}
+        after = self.entries(new) if new else {}
+        if before and after and before.get("") != after.get(""):
+            yield path, before.get("") or after[""], after.get("") or before[""]
+        for name in sorted((before.keys() | after.keys()) - {""}):
+            here, a, b = f"{path}/{name}" if path else name, before.get(name), after.get(name)
+            one, two = (entry.id if entry and entry.kind == DIR else "" for entry in (a, b))
+            if not (one and two) and a != b:
+                yield (here, self.entries(one).get("") if one else a,
+                       self.entries(two).get("") if two else b)
+            yield from self.changes(one, two, here)
+
+    def merge(self, base: str, ours: str, theirs: str) -> tuple[str, set[str]]:
+        """The tree, and the paths in conflict, whose entries in it mean nothing."""
+        def commit(tree: str, *parents: str) -> str:
+            words = [word for parent in parents for word in ("-p", parent)]
+            return self.git("commit-tree", tree, "-m", "", *words).decode().strip()
+
+        if base == ours or ours == theirs:
+            return theirs, set()
+        if base == theirs:
+            return ours, set()
+        # git 2.40 has --merge-base, and Debian 12 has 2.39.
+        root = commit(base)
+        sides = commit(ours, root), commit(theirs, root, root)
+        output = self.git("merge-tree", "--write-tree", "-z", "--name-only", "--no-messages",
+                          *sides, fine=(0, 1))
+        tree, *names = output.rstrip(b"\0").split(b"\0")
+        marked = re.compile(f"~(?:{'|'.join(sides)})(?:_[0-9]+)?(?=/|$)")
+        return tree.decode(), {whole_git(in_workspace(marked.sub("", os.fsdecode(name))))
+                               for name in names}
+
+    # Bounds
+
+    def prune(self, keep: int, most: int) -> int:
+        """Forget the oldest until the rest fits; returns how many."""
+        events, size = self.state["events"], sum(self.state["packs"].values())
+        dropped = max(0, len(events) - max(1, keep))
+        if size <= most and len(self.state["packs"]) <= 2 * PACKS:
+            if dropped:
+                del events[:dropped]
+                self.save()
+            return dropped
+        while True:
+            roots = {tree for event in events[dropped:] for tree in (event["before"],
+                     event["after"], event.get("theirs")) if tree}
+            roots |= {*self.state["last"].values(), *self.state["first"].values()}
+            listed = "".join(f"{tree}\n" for tree in sorted(roots)).encode()
+            used = int(self.git("rev-list", "--objects", "--disk-usage", "--stdin", given=listed))
+            if used <= most or dropped >= len(events) - 1:
+                break
+            dropped += 1
+        old = self.pack_sizes()
+        self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
+                 os.path.join(self.packs, "pack"), given=listed)
+        del events[:dropped]
+        new = self.pack_sizes()
+        self.state["packs"] = {name: size for name, size in new.items() if name not in old} or new
+        write(self.at("state.json"), json.dumps(self.state).encode())
+        for name in old.keys() - self.state["packs"].keys():
+            os.unlink(os.path.join(self.packs, name))
+        return dropped
+
+
+def damaged(message: str) -> Failure:
+    return Failure(f"the store of snapshots is damaged: {message}",
+                   "Remove it to begin a new one; the workspace has not been changed.")
+
+
+def in_workspace(name: str) -> str:
+    """The path of one in the store; of a directory's mode one that ends with :dir."""
+    return "/".join(re.sub("^(?::[ms])?=", "", part) for part in name.split("/"))
+
+
+class Rules:
+    """The ignore rules of the first snapshot, read by git in a directory of nothing else."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.folder = store, os.fsencode(store.at("rules"))
+        self.frozen = bool(store.state["first"])
+        self.process: subprocess.Popen[bytes] | None = None
+        if not self.frozen:
+            shutil.rmtree(self.folder)
+            os.makedirs(self.folder)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(store.at("git/info/exclude"))
+
+    def freeze(self, path: str, data: bytes) -> None:
+        if path == "exclude":
+            return write(self.store.at("git/info/exclude"), data)
+        target = os.path.join(self.folder, os.fsencode(path))
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, "wb") as file:
+            file.write(data)
+
+    def ignored(self, path: str, folders: list[str], files: list[str]) -> set[str]:
+        """Which of a directory's folders and files are. That a folder is one, git must see."""
+        names = [os.fsencode(name) for name in folders + files]
+        here = os.path.join(self.folder, os.fsencode(path))
+        for name in names[: len(folders)]:
+            with contextlib.suppress(OSError):  # a file of rules may have the name of a folder
+                os.makedirs(os.path.join(here, name))
+        found, asked, size = set[bytes](), list[bytes](), 0
+        for name in names:
+            asked.append(os.path.join(b".", os.fsencode(path), name))  # not :(magic)
+            size += len(asked[-1]) + 1
+            if size > ASKED_BYTES or name is names[-1]:
+                found |= self.ask(asked)
+                asked, size = [], 0
+        with contextlib.suppress(OSError):  # until one that has rules
+            for name in names[: len(folders)]:
+                os.rmdir(os.path.join(here, name))
+            while len(here) > len(self.folder) + 1:
+                os.rmdir(here)
+                here = os.path.dirname(here)
+        return {os.fsdecode(os.path.basename(name)) for name in found}
+
+    def ask(self, paths: list[bytes]) -> set[bytes]:
+        if not self.process:
+            words = (f"--work-tree={os.fsdecode(self.folder)}", "check-ignore", "--no-index", "-z",
+                     "-v", "-n", "--stdin")
+            settings = self.store.argv(*words) | {"cwd": self.folder}
+            del settings["env"]["GIT_LITERAL_PATHSPECS"]  # this command does not know it
+            self.process = subprocess.Popen(**settings, stdin=subprocess.PIPE,
+                                            stdout=subprocess.PIPE)
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(b"".join(path + b"\0" for path in paths))
+        self.process.stdin.flush()
+        answer = b""
+        while answer.count(b"\0") < 4 * len(paths):
+            data = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise damaged("git check-ignore has ended")
+            answer += data
+        parts = answer.split(b"\0")  # for each: file of rules, line, pattern, path
+        return {parts[at + 3] for at in range(0, 4 * len(paths), 4)
+                if parts[at] and not parts[at + 2].startswith(b"!")}
+
+
+# --- The walk ---
+
+
+@contextlib.contextmanager
+def opened(root: int, path: str) -> Iterator[int]:
+    """A descriptor of a directory below another one, no part of the path a link. Raises OSError."""
+    fd = os.dup(root)
+    try:
+        for part in path.split("/") if path else ():
+            inner = os.open(part, FLAGS | os.O_DIRECTORY, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class Walk:
+    """What a workspace holds now; `tree` is it in the store, once commit() has been called.
+
+    `folders` has the tree, the entries and the mode of each directory by its path.
+    """
+
+    def __init__(self, store: Store, workspace: str, label: str, most: int) -> None:
+        self.store, self.label = store, label
+        self.cache: dict[str, tuple[bytes, dict[str, Seen], int]] = self.read_cache()
+        self.pack = Pack(store.packs, self.known, most)
+        self.rules = Rules(store)
+        self.folders: dict[str, tuple[bytes, dict[str, Seen], int]] = {}
+        self.racy, self.leftovers = list[tuple[str, str]](), list[tuple[str, str]]()
+        self.temporary = store.state.get("temporary") or "\0"
+        self.settled = time.time_ns() - RACY_NS
+        try:
+            self.root = os.open(workspace, FLAGS | os.O_DIRECTORY)
+        except OSError as error:
+            raise Failure(f"{printable(workspace)}: {error.strerror}",
+                          "Is it still there?") from None
+        self.tree = self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False).hex()
+
+    def read_cache(self) -> dict[str, tuple[bytes, dict[str, Seen], int]]:
+        """Empty where there is none, where it is not of the last snapshot, or damaged."""
+        try:
+            with open(self.store.at(f"cache-{self.label}"), "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            return {}
+        if data[:36] != self.mark(data[36:]):
+            return {}
+        folders, racy = marshal.loads(data[36:])
+        for path, name in racy:
+            _, id, kind = folders[path][1][name]
+            folders[path][1][name] = None, id, kind
+        return folders  # type: ignore[no-any-return]
+
+    def mark(self, data: bytes) -> bytes:
+        """What a cache begins with: the interpreter it is for, a check, the tree it is of."""
+        tree = self.store.state["last"].get(self.label, "")
+        return struct.pack(">II28s", sys.hexversion, zlib.crc32(data), tree.encode())
+
+    def known(self) -> set[bytes]:
+        return ({seen[1] for _, entries, _ in self.cache.values() for seen in entries.values()}
+                | {tree for tree, _, _ in self.cache.values()})
+
+    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> bytes:
+        tree, old, old_mode = self.cache.get(path, (b"", {}, 0))
+        now, fresh, folders = dict[str, Seen](), list[tuple[str, Key]](), list[tuple[str, int]]()
+        with os.scandir(fd) as found:
+            for entry in found:
+                name = entry.name
+                try:
+                    st = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                if stat.S_ISDIR(st.st_mode):
+                    folders.append((name, st.st_mode))
+                    continue
+                key = (st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino)
+                seen = old.get(name)
+                if seen and seen[0] == key:
+                    now[name] = seen
+                elif name.startswith(self.temporary):
+                    self.leftovers.append((path, name))
+                elif not (git and name.endswith(".lock")):
+                    fresh.append((name, key))
+        prefix = f"{path}/" if path else ""
+        if not (git or self.rules.frozen):
+            self.freeze(fd, prefix)
+        objects = git and not {"refs", "logs"} & {*path.split("/")}
+        new = [name for name, _ in folders if name != ".git"
+               and (name not in old or old[name][2] not in (DIR, IGNORED))]
+        large = [name for name, key in fresh if IGNORED_BYTES < key[1] <= WHOLE_BYTES]
+        ignored = set() if git or not (new or large) else self.rules.ignored(path, new, large)
+        for name, key in fresh:
+            if found_now := self.file(fd, name, key, name in ignored):
+                now[name], settled = found_now
+                if not settled:
+                    self.racy.append((path, name))
+        for name, folder_mode in folders:
+            inside = git or name == ".git"
+            if objects and name == "objects":
+                now[name] = None, self.note("objects"), NOTE
+            elif not inside and (name in ignored or (name in old and old[name][2] == IGNORED)):
+                now[name] = None, self.note("ignored", *self.count(fd, name)), IGNORED
+            elif depth >= DEPTH or len(prefix + name) > PATH_CHARACTERS:
+                now[name] = None, self.note("deep"), NOTE
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    now[name] = self.child(fd, prefix + name, name, folder_mode, depth, inside)
+        mode = stat.S_IMODE(mode)
+        if now != old or mode != old_mode:
+            tree = self.put_tree(now, mode)
+        self.folders[path] = tree, now, mode
+        return tree
+
+    def child(self, fd: int, path: str, name: str, mode: int, depth: int, git: bool) -> Seen:
+        try:
+            inner = os.open(name, FLAGS | os.O_DIRECTORY, dir_fd=fd)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return None, self.note("unreadable"), NOTE
+        try:
+            return None, self.folder(inner, path, mode, depth + 1, git), DIR
+        finally:
+            os.close(inner)
+
+    def freeze(self, fd: int, prefix: str) -> None:
+        """Take over the rules of a directory, and at the top those of its repository."""
+        for folder, name in (("", ".gitignore"), *([] if prefix else [(".git/info", "exclude")])):
+            with contextlib.suppress(OSError), opened(fd, folder) as inner:
+                st = os.stat(name, dir_fd=inner, follow_symlinks=False)
+                if stat.S_ISREG(st.st_mode) and st.st_size <= IGNORED_BYTES:
+                    self.rules.freeze(prefix + name, self.read(inner, name, st.st_size)[0])
+
+    def file(self, fd: int, name: str, key: Key, ignored: bool) -> tuple[Seen, bool] | None:
+        """What is kept of it, and whether the next snapshot may rely on that."""
+        for _ in range(ATTEMPTS):
+            settled = max(key[2:4]) < self.settled
+            mode, size = key[:2]
+            try:
+                if stat.S_ISLNK(mode):
+                    target = os.readlink(os.fsencode(name), dir_fd=fd)
+                    return (key, self.pack.put(b"blob", target), LINK), settled
+                if not stat.S_ISREG(mode):
+                    return (key, self.note(special(mode)), NOTE), settled
+                if size > WHOLE_BYTES or ignored or self.pack.full:
+                    why = "large" if size > WHOLE_BYTES or ignored else "full"
+                    return (key, self.note(why, size, *key[2:4]), NOTE), settled
+                data, st = self.read(fd, name, size)
+                if key_of(st) == key and len(data) == size:
+                    return (key, self.pack.put(b"blob", data), FILE), settled
+                key = key_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+            except FileNotFoundError:
+                return None
+            except OSError:
+                return (key, self.note("unreadable", *key[1:4]), NOTE), False
+        return (key, self.pack.put(b"blob", data), FILE), False  # it is being written all the time
+
+    def read(self, fd: int, name: str, size: int) -> tuple[bytes, os.stat_result]:
+        """No more than it had, and one byte to know that it grows. Raises OSError."""
+        file = os.open(name, FLAGS, dir_fd=fd)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError("not a file any more")
+            data = os.read(file, size + 1)
+            while 0 < len(data) < size and (more := os.read(file, size + 1 - len(data))):
+                data += more
+            return data, os.fstat(file)
+        finally:
+            os.close(file)
+
+    def count(self, fd: int, name: str) -> tuple[int, int, int]:
+        """Files and bytes below a directory, and the newest change."""
+        files = size = newest = 0
+        try:
+            start = os.open(name, FLAGS | os.O_DIRECTORY, dir_fd=fd)
+        except OSError:
+            return 0, 0, 0
+        stack = [(start, os.scandir(start))]
+        while stack:
+            top, found = stack[-1]
+            for entry in found:
+                try:
+                    st = entry.stat(follow_symlinks=False)
+                    newest = max(newest, st.st_ctime_ns)
+                    if stat.S_ISDIR(st.st_mode) and len(stack) < DEPTH:
+                        inner = os.open(entry.name, FLAGS | os.O_DIRECTORY, dir_fd=top)
+                        stack.append((inner, os.scandir(inner)))
+                        break
+                except OSError:
+                    continue
+                files, size = files + 1, size + st.st_size
+            else:
+                found.close()
+                os.close(top)
+                stack.pop()
+        return files, size, newest
+
+    def note(self, kind: str, *values: int) -> bytes:
+        return self.pack.put(b"blob", " ".join((kind, *map(str, values))).encode())
+
+    def put_tree(self, entries: dict[str, Seen], mode: int) -> bytes:
+        rows = [(b":dir", b"100644", self.pack.put(b"blob", b"%o" % mode))]
+        for name, (key, id, kind) in entries.items():
+            raw = os.fsencode(name)
+            if kind == DIR:
+                rows.append((b"=%s/" % raw, b"40000", id))
+            elif kind == LINK:
+                rows.append((b"=%s" % raw, b"120000", id))
+            elif kind == FILE:
+                mode = stat.S_IMODE(key[0])
+                rows.append((b"=%s" % raw, b"100755" if mode & 0o100 else b"100644", id))
+                if mode not in (0o644, 0o755):
+                    rows.append((b":m=%s" % raw, b"100644", self.pack.put(b"blob", b"%o" % mode)))
+            else:
+                rows.append((b":s=%s" % raw, b"100644", id))
+        rows.sort()
+        return self.pack.put(b"tree", b"".join(
+            b"%s %s\0%s" % (mode, name.rstrip(b"/"), id) for name, mode, id in rows))
+
+    def commit(self) -> str:
+        """Make it the last snapshot of its tree; the caller saves the state. Returns its tree."""
+        state = self.store.state
+        self.pack.finish()
+        state["last"][self.label] = self.tree
+        state["first"].setdefault(self.label, self.tree)
+        data = marshal.dumps((self.folders, self.racy))
+        if self.folders != self.cache:
+            write(self.store.at(f"cache-{self.label}"), self.mark(data) + data)
+        return self.tree
+
+    def key(self, path: str) -> Any:
+        """What a path was: None where nothing was there, "" for a directory."""
+        folder, _, name = path.rpartition("/")
+        seen = self.folders[folder][1].get(name) if folder in self.folders else None
+        return seen and (seen[0] or "")
+
+
+def special(mode: int) -> str:
+    return {stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(stat.S_IFMT(mode), "device")
+
+
+# --- Restoring ---
+
+
+class Restore:
+    """Brings changes into the workspace that a walk has seen; what is not as it was seen stays.
+
+    `left` has the path and the reason of each one that stays.
+    """
+
+    def __init__(self, walk: Walk, discard: bool) -> None:
+        self.walk, self.store, self.discard = walk, walk.store, discard
+        self.left, self.done = dict[str, str](), dict[str, str]()
+        self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
+
+    def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
+        self.changes = dict[str, tuple[Entry | None, Entry | None]]()
+        for path, old, new in changes:
+            note = new if new and new.kind == NOTE else old
+            if note and note.kind == NOTE and (note is new or not self.discard
+                                               or self.walk.key(path) in (None, "")):
+                kind, *_ = self.store.note(note.id).decode().split()
+                self.left[path] = NOT_KEPT.get(kind, f"it is a {kind}")
+            else:
+                self.changes[path] = old, new
+                self.done[path] = status(old, new)
+
+    def apply(self) -> None:
+        """First everything is written that is needed, so that what fails has changed nothing."""
+        for folder, name in self.walk.leftovers:
+            with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
+                os.unlink(name, dir_fd=fd)
+        self.store.state["temporary"] = f".shadow-{secrets.token_hex(8)}-"
+        self.store.save()
+        order = sorted(self.changes.items())
+        try:
+            for path, (old, new) in order:
+                if new and new.kind in (FILE, LINK) and (not old or old[::2] != new[::2]):
+                    self.stage(path, new)
+            for path, (old, new) in reversed(order):
+                if old and (new is None or DIR in {old.kind, new.kind} and old.kind != new.kind):
+                    self.step(path, self.remove, old)
+            for path, (old, new) in order:
+                if new and not (old and old.kind == new.kind == DIR):
+                    self.step(path, self.place, new)
+            for path, (_, new) in reversed(order):
+                if new and new.kind == DIR:
+                    self.step(path, self.set_folder_mode, new)
+        except OSError as error:
+            raise Failure(f"nothing was changed, for it cannot be written: {error.strerror}",
+                          "Is there space, and may one write there?") from None
+        finally:
+            for folder, name in self.staged.values():
+                with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
+                    os.unlink(name, dir_fd=fd)
+        for path in self.left:
+            self.done.pop(path, None)
+
+    def step(self, path: str, action: Callable[[int, str, str, Entry], None], entry: Entry) -> None:
+        if path in self.left:
+            return
+        folder, _, name = path.rpartition("/")
+        try:
+            with opened(self.walk.root, folder) as fd:
+                action(fd, name or ".", path, entry)
+        except OSError as error:
+            self.left[path] = (error.strerror or str(error)).lower()
+
+    def stage(self, path: str, new: Entry) -> None:
+        """Write it to a temporary file in the nearest directory that is there. Raises OSError."""
+        folder, _, name = path.rpartition("/")
+        near = folder
+        while near not in self.walk.folders:
+            near = near.rpartition("/")[0]
+        temporary = f"{self.store.state['temporary']}{len(self.staged)}"
+        with opened(self.walk.root, near) as fd:
+            owner = os.fstat(fd)
+            if near == folder and self.walk.key(path):
+                with contextlib.suppress(FileNotFoundError):
+                    owner = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            self.staged[path] = near, temporary
+            data = self.store.get(new.id)
+            if new.kind == LINK:
+                os.symlink(data, os.fsencode(temporary), dir_fd=fd)
+                return own(temporary, owner, dir_fd=fd, follow_symlinks=False)
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600,
+                           dir_fd=fd)
+            try:
+                while data:
+                    data = data[os.write(file, data):]
+                own(file, owner)
+                os.fchmod(file, new.mode)
+            finally:
+                os.close(file)
+
+    def check(self, fd: int, name: str, path: str) -> None:
+        """Is it as the walk has seen it? Raises OSError."""
+        try:
+            st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            st = None
+        seen = None if self.changes[path][0] is None else self.walk.key(path) or ""
+        if (st and ("" if stat.S_ISDIR(st.st_mode) else key_of(st))) != seen:
+            raise OSError("it has changed meanwhile")
+
+    def remove(self, fd: int, name: str, path: str, old: Entry) -> None:
+        self.check(fd, name, path)
+        if old.kind == DIR:
+            os.rmdir(name, dir_fd=fd)
+        else:
+            os.unlink(name, dir_fd=fd)
+        self.changes[path] = None, self.changes[path][1]
+
+    def place(self, fd: int, name: str, path: str, new: Entry) -> None:
+        self.check(fd, name, path)
+        if new.kind == DIR:
+            os.mkdir(name, 0o700, dir_fd=fd)
+            own(name, os.fstat(fd), dir_fd=fd, follow_symlinks=False)
+        elif path in self.staged:
+            with opened(self.walk.root, self.staged[path][0]) as near:
+                os.rename(self.staged[path][1], name, src_dir_fd=near, dst_dir_fd=fd)
+            del self.staged[path]
+        else:
+            set_mode(fd, name, new.mode)
+
+    def set_folder_mode(self, fd: int, name: str, path: str, new: Entry) -> None:
+        set_mode(fd, name, new.mode, os.O_DIRECTORY)
+
+
+def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
+    with contextlib.suppress(PermissionError):
+        os.chown(what, owner.st_uid, owner.st_gid, **where)
+
+
+def set_mode(fd: int, name: str, mode: int, flags: int = 0) -> None:
+    """Not through a link, and also where the file may not be read. Raises OSError."""
+    file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=fd)
+    try:
+        if stat.S_ISLNK(os.fstat(file).st_mode):
+            raise OSError("it is a link now")
+        os.chmod(f"/proc/self/fd/{file}", mode)
+    finally:
+        os.close(file)
+
+
+# --- What differs ---
+
+
+def status(old: Entry | None, new: Entry | None) -> str:
+    if old is None or new is None:
+        return "deleted" if old else "added"
+    if old.kind != new.kind:
+        return "type"
+    return "mode" if old.id == new.id or old.kind == DIR else "modified"
+
+
+def octal(entry: Entry | None) -> str | None:
+    kinds = {LINK: 0o120777, FILE: 0o100000, DIR: 0o40000}
+    return f"{kinds[entry.kind] | entry.mode:06o}" if entry and entry.kind != NOTE else None
+
+
+def risks(store: Store, path: str, old: Entry | None, new: Entry | None, agents: Sequence[str],
+          ) -> list[str]:
+    """Why the host may execute or obey what has changed there."""
+    found = list[str]()
+    reason = next((why for pattern, why in RISKS if pattern.fullmatch(canonical(path))), "")
+    if reason and (new or in_git(path)):
+        found.append(reason)
+    names = "|".join(re.escape(name) for name in agents)
+    if names and re.search(rf"(?:^|/)\.?(?:{names})(?:\.[^/]*)?(?:/|$)", path, re.IGNORECASE):
+        found.append("agents on the host obey it")
+    wanted = RUNS.get(path.rpartition("/")[2].lower())
+    if wanted and new and (what_runs(store, old, wanted, path)
+                           != what_runs(store, new, wanted, path)):
+        found.append(RUNS_REASON)
+    if new and new.kind == FILE:
+        before = old.mode if old and old.kind == FILE else 0
+        if new.mode & ~before & 0o6000:
+            found.append("it runs with its owner's rights")
+        elif new.mode & 0o111 and not before & 0o111:
+            found.append("it can be executed, which is new")
+    if new and new.kind == LINK:
+        target = os.fsdecode(store.get(new.id))
+        if target.startswith("/") or os.path.normpath(
+                os.path.join(os.path.dirname(path), target)).split("/")[0] == "..":
+            found.append("a link that leads out of the directory")
+    return found
+
+
+def what_runs(store: Store, entry: Entry | None, keys: Sequence[str], path: str) -> object:
+    if not entry or entry.kind != FILE:
+        return {}
+    data = store.get(entry.id)
+    try:
+        if path.lower().endswith(".toml"):
+            import tomllib
+            whole = tomllib.loads(data.decode())
+        else:
+            whole = json.loads(data)
+        return {key: whole[key] for key in keys if key in whole}
+    except (ValueError, TypeError, RecursionError):
+        return data
+
+
+def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: bool,
+                agents: Sequence[str]) -> list[dict[str, Any]]:
+    found = dict[str, dict[str, Any]]()
+    for path, a, b in store.changes(old, new):
+        sides = [side for side in (a, b) if side]
+        if not below(path, paths) or [side.kind for side in sides] == [DIR]:
+            continue
+        row = found[path] = {
+            "path": path, "status": status(a, b), "oldMode": octal(a), "newMode": octal(b),
+            "size": store.size(b.id) if b and b.kind in (FILE, LINK) else None, "binary": False,
+            "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
+        for note in [side for side in sides if side.kind == NOTE]:
+            kind, *values = store.note(note.id).decode().split()
+            row |= {"kept": False, "seen": kind}
+            if kind == "ignored":
+                row |= {"files": int(values[0]), "size": int(values[1])}
+            elif values:
+                row["size"] = int(values[0])
+    words = ["diff-tree", "-r", "--no-renames", "--no-textconv", "--no-ext-diff", "--no-color"]
+    for line in store.git(*words, "-z", "--numstat", old, new).split(b"\0")[:-1]:
+        added, deleted, name = line.split(b"\t", 2)
+        if counts := counted(found, name):
+            counts |= {"binary": True} if added == b"-" else {
+                "added": int(added), "deleted": int(deleted)}
+    if patch:
+        add_patch(store, [*words, "-p", "--no-prefix", old, new, "--", *map(marked, paths)], found)
+    return list(found.values())
+
+
+def counted(found: dict[str, dict[str, Any]], name: bytes) -> dict[str, Any] | None:
+    """The row of a file of the store that is one of the workspace."""
+    whole = os.fsdecode(name)
+    return found.get(in_workspace(whole)) if whole.rpartition("/")[2].startswith("=") else None
+
+
+def marked(path: str) -> str:
+    return "/".join(f"={part}" for part in path.split("/")) if path else "."
+
+
+def add_patch(store: Store, words: list[str], found: dict[str, dict[str, Any]]) -> None:
+    """The hunks of each file, as much as fits into PATCH_BYTES; the rest is marked as truncated."""
+    with subprocess.Popen(**store.argv(*words), stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        text = process.stdout.read(PATCH_BYTES)
+        truncated = bool(process.stdout.read(1))
+        process.kill()
+    sections = re.split(rb"^diff --git (.*)\n", text, flags=re.MULTILINE)[1:]
+    row = None
+    for names, section in zip(sections[::2], sections[1::2], strict=True):
+        name = names[: len(names) // 2]  # twice the same, for renames are not looked for
+        if name.startswith(b'"'):
+            name = codecs.escape_decode(name[1:-1])[0]
+        row = counted(found, name)
+        hunks = re.search(rb"^@@ .*", section, re.MULTILINE | re.DOTALL)
+        if row and hunks:
+            row["patch"] = row.get("patch", "") + hunks[0].decode(errors="surrogateescape")
+    if truncated:
+        for other in found.values():
+            other["truncated"] = other is row or "patch" not in other
+
+
+# --- Verbs ---
+
+
+class Request:
+    def __init__(self, store: Store, workspace: str, given: dict[str, Any]) -> None:
+        self.store, self.workspace, self.given = store, workspace, given
+        self.label = self.take("tree", str, "main")
+        if not re.fullmatch("[a-z]{1,20}", self.label):
+            raise Usage(f"{self.label!r} is no name of a tree")
+        self.paths = [os.path.normpath(path) for path in self.take("paths", list, [])] or ["."]
+        if any(path.startswith(("/", "..")) or "\0" in path for path in self.paths):
+            raise Usage("paths begin at the top of the workspace")
+        self.paths = ["" if path == "." else path for path in self.paths]
+        self.agents = self.take("agents", list, [])
+        self.keep = self.take("keep", int, KEEP_TURNS)
+        self.most = self.take("maxBytes", int, STORE_BYTES)
+        self.events: list[dict[str, Any]] = store.state["events"]
+
+    def take(self, key: str, kind: type, default: Any) -> Any:
+        value = self.given.get(key, default)
+        if type(value) is not kind or (isinstance(value, list)
+                                       and not all(isinstance(word, str) for word in value)):
+            raise Usage(f"{key} is no {kind.__name__}")
+        return value
+
+    def walk(self) -> Walk:
+        """Take a snapshot."""
+        walk = Walk(self.store, self.workspace, self.label, self.most)
+        walk.commit()
+        self.store.save()
+        return walk
+
+    def event(self, kind: str, before: str, **more: Any) -> dict[str, Any]:
+        number = self.store.state["next"]
+        self.store.state["next"] += 1
+        event = {"id": str(number), "kind": kind, "tree": self.label, "before": before,
+                 "after": None, "number": number, **more}
+        self.events.append(event)
+        return event
+
+    def find(self, id: str) -> dict[str, Any]:
+        for event in self.events:
+            if event["id"] == id and event["tree"] == self.label:
+                return event
+        kept = ", ".join(event["id"] for event in self.events[-5:]) or "none"
+        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.")
+
+    def after(self, event: dict[str, Any], now: str) -> str:
+        """Where a turn was not ended, the next snapshot is its end."""
+        later = [other["before"] for other in self.events if other["number"] > event["number"]
+                 and other["tree"] == event["tree"]]
+        return str(event["after"] or (later or [now])[0])
+
+    def finish(self, **answer: Any) -> dict[str, Any]:
+        self.store.save()
+        self.store.prune(self.keep, self.most)
+        return answer
+
+    # each verb returns its answer
+
+    def snapshot(self) -> dict[str, Any]:
+        turn, end = self.take("turn", dict, {}), self.take("end", str, "")
+        about = {key: str(value)[:4096] for key, value in (turn or self.given).items()
+                 if key in ("id", "when", "what", "command", "ended")}
+        if turn and any(event["id"] == about.get("id") for event in self.events):
+            raise Failure(f"there is a turn {printable(about['id'])} already", "Take another id.")
+        event = self.find(end) if end else None
+        walk = self.walk()
+        if turn:
+            event = self.event("turn", walk.tree, **about)
+        elif event:
+            event |= about | {"after": walk.tree}
+            event |= self.totals(event["before"], walk.tree)
+        return self.finish(tree=walk.tree, turn=event and shown(event))
+
+    def totals(self, before: str, after: str) -> dict[str, Any]:
+        rows = differences(self.store, before, after, [""], False, self.agents)
+        return {"files": len(rows), "added": sum(row["added"] for row in rows),
+                "deleted": sum(row["deleted"] for row in rows),
+                "notKept": [row["path"] for row in rows if row.get("kept") is False][:100],
+                "risks": [{"path": row["path"], "risk": row["risk"]}
+                          for row in rows if row["risk"]][:1000]}
+
+    def log(self) -> dict[str, Any]:
+        return {"turns": [shown(event) for event in self.events],
+                "bytes": sum(self.store.state["packs"].values())}
+
+    def diff(self) -> dict[str, Any]:
+        now = self.store.state["last"].get(self.label)
+        if not now:
+            raise Failure("there is no snapshot yet", "One is taken when an agent runs.")
+        if turn := self.take("turn", str, ""):
+            event = self.find(turn)
+            old, new = event["before"], self.after(event, now)
+        else:
+            old, new = self.store.state["first"][self.label], now
+        return {"from": old, "to": new, "files": differences(
+            self.store, old, new, self.paths, self.take("patch", bool, False), self.agents)}
+
+    def undo(self) -> dict[str, Any]:
+        turns = [event for event in self.events if event["tree"] == self.label
+                 and event["kind"] in ("turn", "merge") and not event.get("undone")]
+        if turn := self.take("turn", str, ""):
+            if (first := self.find(turn)) not in turns:
+                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.")
+            turns = [first] if self.take("only", bool, False) else turns[turns.index(first):]
+        else:
+            turns = turns[-1:]
+        if not turns:
+            raise Failure("there is nothing to undo", "No turn is kept that is not undone.")
+        walk = self.walk()
+        steps = [(self.after(event, walk.tree), event["before"]) for event in reversed(turns)]
+        answer = self.bring(walk, "undo", steps, turns=[event["id"] for event in turns])
+        return self.finish(**answer)
+
+    def redo(self) -> dict[str, Any]:
+        turn = self.take("turn", str, "")
+        undos = [event for event in self.events if event["tree"] == self.label
+                 and event["kind"] == "undo" and not event.get("redone")
+                 and (not turn or turn in event["turns"])]
+        if not undos:
+            raise Failure("there is nothing to redo", "No undo is kept that was not redone.")
+        event = undos[-1]
+        answer = self.bring(self.walk(), "redo", [(event["after"], event["before"])],
+                            turns=event["turns"], undo=event)
+        return self.finish(**answer)
+
+    def merge(self) -> dict[str, Any]:
+        state = self.store.state
+        if self.label == "main" or "main" not in state["last"]:
+            raise Failure("there is nothing to merge", "A copy has a snapshot and another tree.")
+        merges = [event for event in self.events if event["kind"] == "merge"
+                  and event["tree"] == self.label and not event.get("undone")]
+        base = merges[-1]["theirs"] if merges else state["first"]["main"]
+        theirs = state["last"]["main"]
+        return self.finish(**self.bring(self.walk(), "merge", [(base, theirs)], theirs=theirs))
+
+    def prune(self) -> dict[str, Any]:
+        dropped = self.store.prune(self.keep, self.most)
+        return {"dropped": dropped, "bytes": sum(self.store.state["packs"].values())}
+
+    def bring(self, walk: Walk, kind: str, steps: list[tuple[str, str]], turns: Sequence[str] = (),
+              undo: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+        """Merge into the workspace what turns the first tree of each step into the second one."""
+        tree, conflicts = walk.tree, set[str]()
+        for base, theirs in steps:
+            tree, found = self.store.merge(base, tree, theirs)
+            conflicts |= found
+        restore = Restore(walk, self.take("discard", bool, False))
+        wanted = list[tuple[str, Entry | None, Entry | None]]()
+        for path, old, new in self.store.changes(walk.tree, tree):
+            if not below(path, self.paths):
+                continue
+            if kind == "merge" and in_git(path):
+                restore.left[whole_git(path)] = "what is git's own does not leave a copy"
+            elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
+                      or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
+                wanted.append((path, old, new))
+        restore.left |= {path: "both have changed it" for path in (
+            path.removesuffix(":dir").rstrip("/") for path in conflicts) if below(path, self.paths)}
+        restore.plan(wanted)
+        if self.paths != [""] and not restore.done and not restore.left:
+            raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
+                          "Paths begin at the top of the workspace.")
+        dry = self.take("dry", bool, False)
+        if not dry:
+            restore.apply()
+            self.store.state["temporary"] = ""
+            after = self.walk().tree
+            event = self.event(kind, walk.tree, turns=turns, **more)
+            event |= {"after": after, "files": len(restore.done),
+                      "when": self.take("when", str, "")}
+            if self.paths == [""] and (restore.done or not restore.left):
+                for other in self.events:
+                    if other["id"] in turns:
+                        other["undone"] = kind == "undo"
+                if undo:
+                    undo["redone"] = True
+        rows = [{"path": path, "status": what} for path, what in sorted(restore.done.items())]
+        left = [{"path": path, "why": why} for path, why in sorted(restore.left.items())]
+        return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
+
+
+class Usage(Exception):
+    """The request is not one."""
+
+
+def shown(event: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in event.items() if key != "number"}
+
+
+VERBS = {name: getattr(Request, name) for name in
+         ("snapshot", "log", "diff", "undo", "redo", "merge", "prune")}
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        if len(argv) not in (3, 4) or argv[0] not in VERBS:
+            raise Usage(f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]")
+        text = "".join(argv[3:]) or "{}"
+        try:
+            given = json.loads(sys.stdin.read() if text == "-" else text)
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict):
+            raise Usage("the request is no JSON object")
+        answer, code = run(argv[0], argv[1], argv[2], given), 0
+    except Usage as error:
+        answer, code = {"error": printable(str(error)), "hint": ""}, 2
+    except Failure as error:
+        answer, code = {"error": str(error), "hint": error.hint}, 1
+    print(json.dumps(answer))
+    return code
+
+
+def run(verb: str, store: str, workspace: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Raises Failure, Usage."""
+    try:
+        request = Request(Store(os.path.abspath(store)), workspace, given)
+        return dict(VERBS[verb](request))
+    except OSError as error:
+        raise Failure(f"{printable(str(error.filename or store))}: {error.strerror}",
+                      "Is there space, and may one write there?") from None
+    except (KeyError, TypeError, ValueError, EOFError, IndexError, AttributeError) as error:
+        raise damaged(repr(error)[:300]) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

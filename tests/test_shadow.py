@@ -1,0 +1,908 @@
+"""The shadow, run as it is: snapshots of hostile trees, diff, undo, redo and merge, and what kills
+and races leave.
+
+Nothing of a workspace may ever run: every tree is full of configurations that would write a marker.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import PYTHON, ROOT, USER
+
+PROGRAM = ROOT / "static" / "image" / "shadow.py"
+State = dict[bytes, tuple[Any, ...]]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("shadow", PROGRAM)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["shadow"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+shadow = load()
+
+
+class Workspace:
+    """A directory, its store, and a marker that whatever is executed there would write."""
+
+    def __init__(self, area: Path) -> None:
+        self.area, self.store = area, area / "store"
+        self.top, self.marker = area / "work", area / "marker"
+        self.turns = 0
+        for folder in (self.store, self.top):
+            folder.mkdir()
+        self.program = area / "shadow.py"  # where the other user may read it
+        shutil.copy(PROGRAM, self.program)
+        home = area / "home"
+        (home / ".config" / "git").mkdir(parents=True)
+        (home / ".gitconfig").write_text(hostile_config(self.marker))
+        (home / ".config" / "git" / "attributes").write_text("* filter=mark diff=mark merge=mark\n")
+        self.env = {"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+
+    def argv(self, verb: str, request: dict[str, Any], top: Path | None = None) -> list[str]:
+        return [PYTHON, "-I", "-S", str(self.program), verb, str(self.store),
+                str(top or self.top), json.dumps(request)]
+
+    def call(self, verb: str, fails: int = 0, user: str | None = None, top: Path | None = None,
+             **request: Any) -> Any:
+        done = subprocess.run(self.argv(verb, request, top), env=self.env, cwd=self.top,
+                              capture_output=True, text=True, timeout=120, user=user,
+                              group=user, extra_groups=[] if user else None)
+        assert (done.returncode, done.stderr) == (fails, ""), done
+        answer = json.loads(done.stdout)
+        assert ("error" in answer) == bool(fails), answer
+        assert not self.marker.exists(), "something of the workspace was executed"
+        return answer
+
+    @contextlib.contextmanager
+    def turn(self, **about: Any) -> Iterator[str]:
+        self.turns += 1
+        id = f"t{self.turns}"
+        self.call("snapshot", turn={"id": id, **about})
+        yield id
+        self.call("snapshot", end=id)
+
+    def state(self, top: Path | None = None) -> State:
+        """Everything that an undo must bring back, byte for byte."""
+        found: State = {}
+        whole = os.fsencode(top or self.top)
+        for folder, folders, files in os.walk(whole):
+            for name in [b".", *folders, *files]:
+                path = os.path.join(folder, name)
+                st = os.lstat(path)
+                about: tuple[Any, ...] = (oct(st.st_mode),)
+                if stat.S_ISLNK(st.st_mode):
+                    about += (os.readlink(path),)
+                elif stat.S_ISREG(st.st_mode):
+                    small = st.st_size < 1 << 24
+                    about += (Path(os.fsdecode(path)).read_bytes() if small else st.st_size,)
+                found[os.path.relpath(path, whole)] = about
+        return found
+
+    def write(self, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (self.top / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.top / name).write_text(text)
+
+    def git(self, *words: str, top: Path | None = None) -> str:
+        """As a person has made the repository: with nothing hostile in force."""
+        env = {**self.env, "HOME": "/nonexistent", "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a",
+               "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a"}
+        return subprocess.run(["git", *words], cwd=top or self.top, env=env, check=True,
+                              capture_output=True, text=True).stdout
+
+
+def hostile_config(marker: Path) -> str:
+    run = f"touch {marker}"
+    return f"""\
+[core]
+\tfsmonitor = {run}
+\thooksPath = {marker.parent}/work/hooks
+\tpager = {run}
+\teditor = {run}
+\tsshCommand = {run}
+\taskPass = {run}
+\talternateRefsCommand = {run}
+[filter "mark"]
+\tclean = {run}; cat
+\tsmudge = {run}; cat
+\trequired = true
+[diff]
+\texternal = {run}
+[diff "mark"]
+\ttextconv = {run}; cat
+\tcommand = {run}
+[merge "mark"]
+\tdriver = {run}; true
+[merge]
+\tdefault = mark
+[gpg]
+\tprogram = {run}
+[commit]
+\tgpgSign = true
+[credential]
+\thelper = !{run}
+[uploadpack]
+\tpackObjectsHook = {run}
+[include]
+\tpath = {marker.parent}/work/included
+"""
+
+
+def arm(workspace: Workspace, top: Path) -> None:
+    """Everything in a repository that git would execute or obey."""
+    config = hostile_config(workspace.marker)
+    with (top / ".git" / "config").open("a") as file:
+        file.write(config)
+    (workspace.top / "included").write_text(f"[core]\n\tfsmonitor = touch {workspace.marker}\n")
+    for folder in (top / ".git" / "hooks", workspace.top / "hooks"):
+        folder.mkdir(exist_ok=True)
+        for hook in ("pre-commit", "post-checkout", "post-index-change", "reference-transaction",
+                     "fsmonitor-watchman", "post-merge", "pre-auto-gc"):
+            (folder / hook).write_text(f"#!/bin/sh\ntouch {workspace.marker}\n")
+            (folder / hook).chmod(0o755)
+    (top / ".gitattributes").write_text("* filter=mark diff=mark merge=mark\n")
+    (top / ".git" / "info").mkdir(exist_ok=True)
+    (top / ".git" / "info" / "attributes").write_text("* filter=mark diff=mark merge=mark\n")
+
+
+@pytest.fixture
+def workspace() -> Iterator[Workspace]:
+    area = Path(tempfile.mkdtemp(prefix="shadow-"))
+    area.chmod(0o755)
+    yield Workspace(area)
+    subprocess.run(["rm", "-rf", area], check=True)  # deeper than Python's rmtree can
+
+
+# --- The corpus of hostile trees ---
+
+
+def repository(w: Workspace) -> None:
+    w.git("init", "-q")
+    w.write({"src/main.py": "print(1)\n", "README": "hello\n"})
+    w.git("add", ".")
+    w.git("commit", "-qm", "first")
+
+
+def armed(w: Workspace) -> None:
+    repository(w)
+    arm(w, w.top)
+
+
+def nested(w: Workspace) -> None:
+    armed(w)
+    for name in ("inner", "src/inner"):
+        (w.top / name).mkdir()
+        w.git("init", "-q", top=w.top / name)
+        (w.top / name / "file").write_text("x")
+        arm(w, w.top / name)
+
+
+def broken(w: Workspace) -> None:
+    armed(w)
+    for name in ("empty", "upper", "wrong", "head"):
+        (w.top / name).mkdir()
+    w.git("init", "-q", top=w.top / "empty")
+    w.write({".GIT/config": hostile_config(w.marker), "upper/.Git/HEAD": "x",
+             "wrong/.git/HEAD/x": "", "wrong/.git/config/y": "", "git~1/config": "x",
+             "head/.git/HEAD": "\0\xff" * 999,
+             "head/.git/index": "DIRCgarbage", "head/.git/objects/aa/bb": "never kept"})
+
+
+def bare_inside(w: Workspace) -> None:
+    w.write({"x": "y"})
+    w.git("init", "-q", "--bare", "bare.git")
+    with (w.top / "bare.git" / "config").open("a") as file:
+        file.write(hostile_config(w.marker))
+
+
+def linked(w: Workspace) -> None:
+    """A submodule and a linked worktree, whose .git is a file."""
+    armed(w)
+    elsewhere = w.area / "elsewhere"
+    elsewhere.mkdir()
+    w.git("init", "-q", top=elsewhere)
+    arm(w, elsewhere)
+    w.write({"sub/.git": f"gitdir: {elsewhere}/.git\n", "sub/file": "x",
+             "tree/.git": "gitdir: ../../nowhere\n",
+             ".gitmodules": f"[submodule \"sub\"]\n\tpath = sub\n\turl = {elsewhere}\n"
+                            f"\tupdate = !touch {w.marker}\n"})
+
+
+def no_repository(w: Workspace) -> None:
+    w.write({"a": "1\n", "b/c": "2\n"})
+
+
+def hiding(w: Workspace) -> None:
+    armed(w)
+    w.write({".gitignore": "*\n!*/\n", "src/.gitignore": "*\n", ".env": "KEY=1\n"})
+    (w.top / ".env").chmod(0o600)
+
+
+def names(w: Workspace) -> None:
+    armed(w)
+    odd = [b"new\nline", b"tab\there", b'quo"te', b"back\\slash", b"\xff\xfe invalid", b"-rf",
+           b"--help", b":(top)x", b":dir", b":m=x", b":s=x", b"=x", b"x" * 255, b" ", b"~", b"a~1",
+           "\u202egnp.exe".encode(), b"\x1b[2J", b"Case", b"case", b"CASE", b".git ", b"*", b"!x",
+           b"#x", b"a\rb", b"HEAD", b".gitignore.d"]
+    for name in odd:
+        (Path(os.fsdecode(os.fsencode(w.top) + b"/" + name))).write_bytes(name + b"\n")
+        folder = Path(os.fsdecode(os.fsencode(w.top) + b"/odd-" + name[:200] + b"/sub"))
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(name)
+    for name in (b":", b".gitignore/x/y", b"rules/.gitignore/z"):
+        os.makedirs(os.fsencode(w.top) + b"/dirs/" + name)
+
+
+def links(w: Workspace) -> None:
+    armed(w)
+    for number, target in enumerate(("/etc/passwd", "../../..", "nowhere", "loop", "src", "/",
+                                     "../store", b"\xff".decode(errors="surrogateescape"))):
+        (w.top / f"link{number}").symlink_to(target)
+    (w.top / "loop").symlink_to("loop")
+    (w.top / "linked.git").mkdir()
+    (w.top / "linked.git" / ".git").symlink_to(w.top / ".git")
+
+
+def specials(w: Workspace) -> None:
+    armed(w)
+    os.mkfifo(w.top / "fifo")
+    os.mknod(w.top / "device", stat.S_IFCHR | 0o666, os.makedev(1, 5))  # endless, if one reads it
+    os.mkfifo(w.top / ".git" / "fifo")
+    os.mkfifo(w.top / ".gitignore")
+    bound = socket.socket(socket.AF_UNIX)
+    bound.bind(str(w.top / "socket"))
+    bound.close()
+
+
+def modes(w: Workspace) -> None:
+    armed(w)
+    for number, mode in enumerate((0o000, 0o600, 0o4755, 0o2755, 0o666, 0o777, 0o640, 0o111)):
+        w.write({f"file{number}": str(number)})
+        (w.top / f"file{number}").chmod(mode)
+        (w.top / f"dir{number}" / "in").mkdir(parents=True)
+        (w.top / f"dir{number}" / "x").write_text("x")
+        (w.top / f"dir{number}").chmod(mode | 0o1000)
+
+
+def large(w: Workspace) -> None:
+    armed(w)
+    with (w.top / "sparse").open("wb") as file:
+        file.truncate(3 << 30)
+    (w.top / "sixteen").write_bytes(os.urandom(1 << 20) + bytes(15 << 20))
+
+
+def deep(w: Workspace) -> None:
+    armed(w)
+    top = os.open(w.top, os.O_RDONLY)
+    for _ in range(600):
+        os.mkdir("d", dir_fd=top)
+        below = os.open("d", os.O_RDONLY, dir_fd=top)
+        os.close(top)
+        top = below
+    os.close(top)
+
+
+CORPUS: list[Callable[[Workspace], None]] = [
+    repository, armed, nested, broken, bare_inside, linked, no_repository, hiding, names, links,
+    specials, modes, large, deep]
+
+
+def rampage(w: Workspace, seed: int) -> None:
+    """What an agent may do to any tree: change, remove, add, swap and chmod."""
+    chance = random.Random(seed)
+    paths = sorted(path for path in w.top.rglob("*") if "objects" not in path.parts
+                   and len(path.parts) < 40)
+    for path in paths:
+        what = chance.choice(["keep", "keep", "write", "remove", "chmod", "swap"])
+        st = os.lstat(path) if os.path.lexists(path) else None
+        if st is None or what == "keep" or st.st_size > 1 << 24:
+            continue
+        if stat.S_ISDIR(st.st_mode):
+            if what == "chmod":
+                path.chmod(chance.choice([0o755, 0o700, 0o555, 0o1777]))
+            elif what == "write":
+                (path / "new").write_text("new")
+        elif stat.S_ISREG(st.st_mode) or stat.S_ISLNK(st.st_mode):
+            if what == "write" and stat.S_ISREG(st.st_mode):
+                path.write_bytes(chance.randbytes(40))
+            elif what == "chmod" and stat.S_ISREG(st.st_mode):
+                path.chmod(chance.choice([0o644, 0o755, 0o600, 0o4711]))
+            elif what in ("remove", "swap"):
+                path.unlink()
+                if what == "swap":
+                    kind = chance.randrange(2)
+                    path.symlink_to("/etc") if kind else (path / "sub").mkdir(parents=True)
+    folders = [path for path in paths if path.is_dir() and not path.is_symlink()
+               and "hooks" in path.parts]
+    if folders:
+        shutil.rmtree(folders[0])
+
+
+@pytest.mark.parametrize("build", CORPUS, ids=lambda build: build.__name__)
+def test_undo_and_redo_of_a_hostile_tree_are_byte_for_byte(
+        workspace: Workspace, build: Callable[[Workspace], None]) -> None:
+    build(workspace)
+    before = workspace.state()
+    with workspace.turn():
+        rampage(workspace, 7)
+    after = workspace.state()
+    workspace.call("diff", turn="t1", patch=True)
+    assert workspace.call("undo", dry=True)["changed"] and workspace.state() == after
+    left = workspace.call("undo")["left"]
+    assert workspace.state() == before and left == []
+    assert workspace.call("redo")["left"] == []
+    assert workspace.state() == after
+    workspace.call("prune", keep=1, maxBytes=0)
+    assert workspace.call("undo", fails=1)["error"] == "there is nothing to undo"
+    assert workspace.call("diff")["files"]
+
+
+@pytest.mark.parametrize("build", [armed, nested, linked], ids=lambda build: build.__name__)
+def test_these_trees_do_execute_something(workspace: Workspace,
+                                          build: Callable[[Workspace], None]) -> None:
+    """Or the tests would prove nothing."""
+    build(workspace)
+    (workspace.top / "src" / "main.py").write_text("changed")
+    subprocess.run(["git", "status"], cwd=workspace.top, env=workspace.env, capture_output=True)
+    assert workspace.marker.exists()
+
+
+# --- What is seen ---
+
+
+def rows(answer: Any) -> dict[str, Any]:
+    return {row["path"]: row for row in answer["files"]}
+
+
+def test_a_diff_says_what_changed_and_how(workspace: Workspace) -> None:
+    workspace.write({"edit": "1\n2\n3\n", "gone": "x\ny\n", "mode": "m", "kind": "k", "same": "s"})
+    with workspace.turn(what="agent", command="agent -p 'x'", when="2026-01-02T03:04:05Z"):
+        workspace.write({"edit": "1\nzwei\n3\n4\n", "new\nname": "a\n", "binary": "\0\1"})
+        (workspace.top / "gone").unlink()
+        (workspace.top / "mode").chmod(0o755)
+        (workspace.top / "kind").unlink()
+        (workspace.top / "kind").symlink_to("edit")
+    found = rows(workspace.call("diff", turn="t1", patch=True))
+    assert {path: row["status"] for path, row in found.items()} == {
+        "edit": "modified", "gone": "deleted", "mode": "mode", "kind": "type",
+        "new\nname": "added", "binary": "added"}
+    edit = found["edit"]
+    assert (edit["added"], edit["deleted"], edit["size"], edit["binary"]) == (2, 1, 11, False)
+    assert edit["patch"] == "@@ -1,3 +1,4 @@\n 1\n-2\n+zwei\n 3\n+4\n"
+    assert found["binary"]["binary"] and "patch" not in found["binary"]
+    assert (found["mode"]["oldMode"], found["mode"]["newMode"]) == ("100644", "100755")
+    assert found["kind"]["newMode"] == "120777"
+    assert found["new\nname"]["patch"] == "@@ -0,0 +1 @@\n+a\n"
+    (turn,) = workspace.call("log")["turns"]
+    assert (turn["files"], turn["added"], turn["deleted"]) == (6, 4, 4)
+    assert (turn["what"], turn["command"]) == ("agent", "agent -p 'x'")
+    only = workspace.call("diff", turn="t1", paths=["edit"], patch=True)
+    assert list(rows(only)) == ["edit"] and rows(only)["edit"] == edit
+
+
+def test_a_patch_is_bounded(workspace: Workspace) -> None:
+    with workspace.turn():
+        workspace.write({"a": "line\n" * 500_000, "b": "line\n" * 500_000, "c": "x\n"})
+    answer = workspace.call("diff", turn="t1", patch=True)
+    found = rows(answer)
+    assert len(json.dumps(answer)) < 6 << 20
+    assert [found[name]["truncated"] for name in "abc"] == [False, True, True]
+    assert [found[name]["added"] for name in "abc"] == [500_000, 500_000, 1]
+    assert "patch" in rows(workspace.call("diff", turn="t1", paths=["c"], patch=True))["c"]
+
+
+RISKY = [
+    ".git/config", ".git/hooks/pre-push", ".git/info/attributes", "sub/.git", ".gitmodules",
+    ".gitattributes", ".vscode/tasks.json", "deep/.idea/workspace.xml", ".envrc", ".bashrc",
+    "AGENTS.md", ".mcp.json", ".github/workflows/ci.yml", "Makefile", "Dockerfile", "setup.py",
+    "conftest.py", "vite.config.ts", ".npmrc", ".husky/pre-commit", ".GIT/config", "git~1/config",
+    ".g\u200cit/config", "some-agent.md", ".some-agent/settings.json", "x/SOME-AGENT.local.md"]
+HARMLESS = ["README.md", "src/main.py", ".git/HEAD", ".git/index", ".git/refs/heads/x",
+            ".git/logs/HEAD", "doc/some-agents.md", ".git/hooks/x.sample", "config", "hooks/x"]
+
+
+def test_what_the_host_may_execute_is_named_with_a_reason(workspace: Workspace) -> None:
+    with workspace.turn():
+        workspace.write(dict.fromkeys((*RISKY, *HARMLESS), "changed\n"))
+        workspace.write({"run": "x", "suid": "x"})
+        (workspace.top / "run").chmod(0o755)
+        (workspace.top / "suid").chmod(0o4755)
+        (workspace.top / "out").symlink_to("/etc/passwd")
+        (workspace.top / "in").symlink_to("README.md")
+    found = rows(workspace.call("diff", turn="t1", agents=["some-agent"]))
+    risky = {path for path, row in found.items() if row["risk"]}
+    assert risky == {*RISKY, "run", "suid", "out"}
+    assert found["suid"]["risk"] == ["it runs with its owner's rights"]
+    assert found["out"]["risk"] == ["a link that leads out of the directory"]
+    assert {row["path"] for row in workspace.call("log")["turns"][0]["risks"]} == {
+        path for path in risky if "some" not in path.lower()}
+
+
+def test_of_a_package_only_what_it_runs_is_a_risk(workspace: Workspace) -> None:
+    package = {"scripts": {"test": "x"}, "dependencies": {"a": "1", "b": "2"}}
+    project = '[build-system]\nrequires = ["a"]\n[project]\nname = "x"\nversion = "{}"\n'
+    workspace.write({"package.json": json.dumps(package), "pyproject.toml": project.format(1)})
+    with workspace.turn():
+        package["dependencies"] = {"b": "2", "a": "1"}
+        workspace.write({"package.json": json.dumps(package), "pyproject.toml": project.format(2)})
+    assert all(row["risk"] == [] for row in workspace.call("diff", turn="t1")["files"])
+    with workspace.turn():
+        package["scripts"]["postinstall"] = "evil"
+        workspace.write({"package.json": json.dumps(package), "pyproject.toml": "not toml"})
+    assert all(row["risk"] == [shadow.RUNS_REASON]
+               for row in workspace.call("diff", turn="t2")["files"])
+
+
+def test_the_rules_of_the_first_snapshot_say_what_is_ignored(workspace: Workspace) -> None:
+    workspace.write({".gitignore": "build/\n*.log\n", "src/.gitignore": "/out\n", "build/x": "1",
+                     "src/out/y": "1", ".git/info/exclude": "/cache/\n", "cache/z": "1",
+                     "keep/out/y": "1"})
+    (workspace.top / "big.log").write_bytes(bytes(2 << 20))
+    (workspace.top / "big.txt").write_bytes(bytes(2 << 20))
+    with workspace.turn():
+        workspace.write({".gitignore": "*\n", "build/x2": "22", "src/out/y": "2", "cache/z": "2",
+                         "keep/out/y": "2", "deep/build/x": "3", "new/file": "3", "small.log": "4"})
+        for name in ("big.log", "big.txt"):
+            (workspace.top / name).write_bytes(bytes(3 << 20))
+    found = rows(workspace.call("diff", turn="t1"))
+    seen = {path for path, row in found.items() if row.get("kept") is False}
+    assert seen == {"build", "src/out", "cache", "deep/build", "big.log"}
+    assert (found["build"]["files"], found["build"]["size"]) == (2, 3)
+    assert {"keep/out/y", "new/file", "small.log", "big.txt", ".gitignore"} < {*found}
+    left = {row["path"]: row["why"] for row in workspace.call("undo")["left"]}
+    assert left.keys() == seen | {"deep"}  # for it is not empty
+    assert left["build"] == "an ignored directory is only counted"
+    assert (workspace.top / "build" / "x2").exists()
+    assert (workspace.top / "big.txt").stat().st_size == 2 << 20
+
+
+def test_what_was_not_kept_goes_only_when_one_says_so(workspace: Workspace) -> None:
+    workspace.write({"code": "x"})
+    with workspace.turn(), (workspace.top / "code").open("wb") as file:
+        file.truncate(20 << 20)
+    assert workspace.call("undo")["left"] == [{"path": "code", "why": "it is too large to keep"}]
+    assert (workspace.top / "code").stat().st_size == 20 << 20
+    assert workspace.call("undo", discard=True)["left"] == []
+    assert (workspace.top / "code").read_text() == "x"
+
+
+def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
+    """The store could not know better: the file's times and numbers are those of before."""
+    workspace.write({"a": "1", "b/c": "2"})
+    for path in (workspace.top / "a", workspace.top / "b" / "c"):
+        os.utime(path, (1, 1))
+    past = "import time; now = time.time_ns; time.time_ns = lambda: now() + 10**10; import sys;" \
+        "import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    trace = ["strace", "-f", "-e", "trace=openat,execve", "-o", str(workspace.area / "trace")]
+    argv = workspace.argv("snapshot", {})
+    argv[3:3] = ["-c", past]
+    subprocess.run(argv, env=workspace.env, check=True, capture_output=True)
+    subprocess.run(argv, env=workspace.env, check=True, capture_output=True)
+    if shutil.which("strace"):
+        subprocess.run([*trace, *argv], env=workspace.env, check=True, capture_output=True)
+        text = (workspace.area / "trace").read_text()
+        assert '"b"' in text and '"c"' not in text and '"a"' not in text
+        assert text.count("execve(") == 1  # no git either
+
+
+def test_a_file_that_changes_within_the_same_tick_is_read_again(workspace: Workspace) -> None:
+    workspace.write({"a": "one"})
+    with workspace.turn():
+        st = os.stat(workspace.top / "a")
+        workspace.write({"a": "two"})
+        os.utime(workspace.top / "a", ns=(st.st_atime_ns, st.st_mtime_ns))
+    assert list(rows(workspace.call("diff", turn="t1"))) == ["a"]
+    assert workspace.call("undo")["changed"] == [{"path": "a", "status": "modified"}]
+    assert (workspace.top / "a").read_text() == "one"
+
+
+def test_a_file_that_is_written_all_the_time_ends_no_snapshot(workspace: Workspace) -> None:
+    ends = threading.Event()
+
+    def grow() -> None:
+        with (workspace.top / "log").open("ab", buffering=0) as file:
+            while not ends.is_set():
+                file.write(b"x" * 1000)
+                if file.tell() > 8 << 20:
+                    file.truncate(0)
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    try:
+        with workspace.turn():
+            pass
+        workspace.call("snapshot")
+    finally:
+        ends.set()
+        thread.join()
+
+
+# --- The person's work ---
+
+
+def test_undo_keeps_what_the_person_did_meanwhile(workspace: Workspace) -> None:
+    text = [f"{number}\n" for number in range(20)]
+    workspace.write({"both": "".join(text), "mine": "a\n", "fight": "x\n", "gone": "g\n"})
+    with workspace.turn():
+        workspace.write({"both": "".join(["agent\n", *text[1:]]), "fight": "agent\n", "new": "n\n",
+                         "mixed/theirs": "t\n"})
+        (workspace.top / "gone").unlink()
+    workspace.write({"both": "".join(["agent\n", *text[1:19], "person\n"]), "mine": "b\n",
+                     "fight": "person\n", "own": "o\n", "mixed/mine": "m\n"})
+    times = {name: os.stat(workspace.top / name) for name in ("mine", "own", "fight")}
+    answer = workspace.call("undo")
+    assert answer["left"] == [{"path": "fight", "why": "both have changed it"}]
+    assert (workspace.top / "both").read_text() == "".join([*text[:19], "person\n"])
+    assert {name: (workspace.top / name).read_text() for name in ("mine", "fight", "own", "gone")
+            } == {"mine": "b\n", "fight": "person\n", "own": "o\n", "gone": "g\n"}
+    assert sorted(os.listdir(workspace.top / "mixed")) == ["mine"]
+    assert not (workspace.top / "new").exists()
+    for name, st in times.items():
+        now = os.stat(workspace.top / name)
+        assert (now.st_mtime_ns, now.st_ino) == (st.st_mtime_ns, st.st_ino)
+
+
+def test_a_git_directory_is_undone_as_a_whole_or_not_at_all(workspace: Workspace) -> None:
+    repository(workspace)
+    with workspace.turn():
+        workspace.write({"src/main.py": "print(2)\n"})
+        workspace.git("commit", "-qam", "second")
+        second = workspace.state()
+    workspace.git("commit", "-q", "--allow-empty", "-m", "third")  # the person
+    third = {path: about for path, about in workspace.state().items() if path.startswith(b".git")}
+    assert workspace.call("undo")["left"] == [{"path": ".git", "why": "both have changed it"}]
+    assert {path: about for path, about in workspace.state().items()
+            if path.startswith(b".git")} == third
+    assert (workspace.top / "src" / "main.py").read_text() == "print(1)\n"
+    assert second != workspace.state()
+
+
+def test_several_turns_are_undone_at_once_or_one_of_them(workspace: Workspace) -> None:
+    workspace.write({"a": "0", "b": "0", "c": "0"})
+    for name in "abc":
+        with workspace.turn():
+            workspace.write({name: "1"})
+    content = {name: (workspace.top / name) for name in "abc"}
+    assert workspace.call("undo", turn="t2", only=True)["turns"] == ["t2"]
+    assert [path.read_text() for path in content.values()] == ["1", "0", "1"]
+    assert workspace.call("undo", turn="t1")["turns"] == ["t1", "t3"]
+    assert [path.read_text() for path in content.values()] == ["0", "0", "0"]
+    assert "undone already" in workspace.call("undo", turn="t1", fails=1)["error"]
+    workspace.call("redo", turn="t2")
+    assert [path.read_text() for path in content.values()] == ["0", "1", "0"]
+    workspace.call("redo")
+    assert [path.read_text() for path in content.values()] == ["1", "1", "1"]
+    assert workspace.call("redo", fails=1)["error"] == "there is nothing to redo"
+
+
+def test_undo_of_a_path(workspace: Workspace) -> None:
+    with workspace.turn():
+        workspace.write({"a/b": "1", "a/c": "1", "ab": "1"})
+    workspace.call("undo", paths=["a/b"])
+    assert sorted(workspace.state()) == [b".", b"a", b"a/c", b"ab"]
+    workspace.call("undo", paths=["./a"])
+    assert os.listdir(workspace.top) == ["ab"]
+    nothing = workspace.call("undo", paths=["nope"], fails=1)
+    assert "nothing is to change at nope" in nothing["error"]
+    for path in ("/etc", "../x", "a/../../x"):
+        workspace.call("undo", paths=[path], fails=2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_undo_keeps_exactly_the_persons_edits(workspace: Workspace, seed: int) -> None:
+    chance = random.Random(seed)
+    files = {f"{chance.choice('xyz')}/{number}": [f"{number}.{line}\n" for line in range(40)]
+             for number in range(25)}
+
+    def save(now: dict[str, list[str]]) -> None:
+        for path in {*map(str, files), *(str(p.relative_to(workspace.top)) for p in
+                                         workspace.top.rglob("*") if p.is_file())} - now.keys():
+            (workspace.top / path).unlink(missing_ok=True)
+        workspace.write({path: "".join(lines) for path, lines in now.items()})
+
+    def edited(now: dict[str, list[str]], who: str, lines: range) -> dict[str, list[str]]:
+        result = {path: [*text] for path, text in now.items()}
+        for path in result:
+            for line in chance.sample(lines, chance.randrange(4)):
+                result[path][line] = f"{who} {chance.random()}\n"
+        return result
+
+    original = {path: [*lines] for path, lines in files.items()}
+    save(original)
+    with workspace.turn():
+        agents = edited(original, "agent", range(0, 15))
+        removed = chance.sample(sorted(agents), 4)
+        for path in removed:
+            del agents[path]
+        agents |= {f"agent/{number}": ["new\n"] for number in range(3)}
+        save(agents)
+    person_lines = range(20, 40)
+    persons = edited({path: lines for path, lines in agents.items() if path in original}, "person",
+                     person_lines)
+    gone = [path for path in persons if agents[path] == original[path]][:1]
+    now = {**agents, **persons, "own/file": ["mine\n"]}
+    for path in gone:
+        del now[path]
+    save(now)
+    expected = {path: [*lines[:20], *persons.get(path, lines)[20:]]
+                for path, lines in original.items() if path not in gone} | {"own/file": ["mine\n"]}
+    before_undo = workspace.state()
+    assert workspace.call("undo")["left"] == []
+    found = {str(path.relative_to(workspace.top)): path.read_text().splitlines(keepends=True)
+             for path in workspace.top.rglob("*") if path.is_file()}
+    assert found == expected
+    assert workspace.call("redo")["left"] == []
+    assert workspace.state() == before_undo
+
+
+# --- Copies ---
+
+
+def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
+    armed(workspace)
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin, symlinks=True)
+    with workspace.turn():
+        workspace.write({"src/main.py": "print(2)\n", "new/file": "n\n", ".git/config": "evil",
+                         "sub/.GIT/config": "evil", "sub/ok": "fine\n"})
+        workspace.git("init", "-q", "nested")
+        workspace.write({"nested/x": "x"})
+    (origin / "README").write_text("the person's\n")
+    git = {path: about for path, about in workspace.state(origin).items() if b".git" in path}
+    before = workspace.state(origin)
+    dry = workspace.call("merge", tree="origin", top=origin, dry=True)
+    assert workspace.state(origin) == before
+    answer = workspace.call("merge", tree="origin", top=origin)
+    assert answer["changed"] == dry["changed"]
+    assert {row["path"] for row in answer["left"]} == {".git", "sub/.GIT", "nested/.git"}
+    after = workspace.state(origin)
+    assert {path: about for path, about in after.items() if b".git" in path} == git
+    assert (origin / "src/main.py").read_text() == "print(2)\n"
+    assert (origin / "README").read_text() == "the person's\n"
+    assert (origin / "nested/x").exists() and (origin / "sub/ok").exists()
+    with workspace.turn():
+        workspace.write({"new/file": "n2\n"})
+    (origin / "src/main.py").write_text("print(3)\n")  # after the first merge: the person's
+    again = workspace.call("merge", tree="origin", top=origin)
+    assert again["changed"] == [{"path": "new/file", "status": "modified"}]
+    workspace.call("undo", tree="origin", top=origin)
+    workspace.call("undo", tree="origin", top=origin)
+    assert (origin / "src/main.py").read_text() == "print(3)\n"
+    assert not (origin / "new").exists()
+
+
+# --- Races, kills and bounds ---
+
+
+class Racing(shadow.Request):  # type: ignore[misc, name-defined]
+    """A request during which something happens right after the snapshot."""
+
+    happens: Callable[[], None]
+
+    def walk(self) -> Any:
+        walk = super().walk()
+        type(self).happens()
+        type(self).happens = staticmethod(lambda: None)
+        return walk
+
+
+def race(workspace: Workspace, happens: Callable[[], None], **given: Any) -> Any:
+    Racing.happens = staticmethod(happens)
+    store = shadow.Store(str(workspace.store))
+    answer = Racing(store, str(workspace.top), given).undo()
+    store.lock.close()
+    return answer
+
+
+def test_a_directory_that_is_swapped_for_a_link_is_not_followed(workspace: Workspace) -> None:
+    outside = workspace.area / "outside"
+    shutil.copytree(workspace.top, outside)
+    workspace.write({"d/changed": "old", "d/removed": "r"})
+    with workspace.turn():
+        workspace.write({"d/changed": "new", "d/added": "a"})
+        (workspace.top / "d" / "removed").unlink()
+    (outside / "added").write_text("a")
+    (outside / "changed").write_text("new")
+
+    def swap() -> None:
+        (workspace.top / "d").rename(workspace.area / "moved")
+        (workspace.top / "d").symlink_to(outside)
+
+    before = workspace.state(outside)
+    with pytest.raises(shadow.Failure, match="nothing was changed"):
+        race(workspace, swap)
+    assert workspace.state(outside) == before
+    assert (workspace.area / "moved" / "changed").read_text() == "new"
+
+
+def test_what_changes_after_the_snapshot_is_left(workspace: Workspace) -> None:
+    workspace.write({"changed": "old", "other": "old", "removed": "r", "mode": "m"})
+    with workspace.turn():
+        workspace.write({"changed": "new", "other": "new", "added": "a", "dir/x": "x"})
+        (workspace.top / "removed").unlink()
+        (workspace.top / "mode").chmod(0o600)
+
+    def meddle() -> None:
+        workspace.write({"changed": "late", "added": "late", "removed": "late", "dir/late": "late"})
+        (workspace.top / "mode").unlink()
+        (workspace.top / "mode").symlink_to("/etc/passwd")
+
+    passwd = os.stat("/etc/passwd")
+    answer = race(workspace, meddle)
+    assert {row["path"] for row in answer["left"]} == {"changed", "added", "removed", "mode", "dir"}
+    assert [(workspace.top / name).read_text() for name in ("changed", "added", "removed",
+                                                            "dir/late")] == ["late"] * 4
+    assert (workspace.top / "other").read_text() == "old"
+    assert os.stat("/etc/passwd") == passwd
+
+
+def many(workspace: Workspace, text: str) -> None:
+    for number in range(150):
+        workspace.write({f"d{number % 10}/{number}": f"{text} {number}\n" * 50})
+
+
+@pytest.mark.parametrize("verb", ["snapshot", "undo", "redo"])
+def test_a_kill_leaves_the_old_or_the_new_of_each_file(workspace: Workspace, verb: str) -> None:
+    many(workspace, "old")
+    before = workspace.state()
+    with workspace.turn():
+        many(workspace, "new")
+        workspace.write({f"more{number}": "more" for number in range(50)})
+    after = workspace.state()
+    if verb == "redo":
+        workspace.call("undo")
+    chance = random.Random(verb)
+    for number in range(8):
+        if verb == "snapshot":
+            workspace.write({f"d1/grown{number}-{more}": "x" * 5000 for more in range(200)})
+            after = workspace.state()
+        process = subprocess.Popen(workspace.argv(verb, {}), env=workspace.env,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(chance.uniform(0.02, 0.25))
+        process.kill()
+        process.communicate()
+        for path, about in workspace.state().items():
+            mine = b".shadow-" in path
+            assert mine or about in (before.get(path), after.get(path)), path
+    workspace.call("snapshot")
+    workspace.call("log")
+    while verb != "snapshot":
+        answer = subprocess.run(workspace.argv(verb, {}), env=workspace.env, capture_output=True)
+        if answer.returncode:
+            break
+    if verb != "snapshot":
+        assert workspace.state() == (before if verb == "undo" else after)
+
+
+def mounted(folder: Path, size: str) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+
+
+def test_a_full_disk_changes_nothing(workspace: Workspace) -> None:
+    mounted(workspace.top, "4m")
+    try:
+        (workspace.top / "a").write_bytes(os.urandom(2 << 20))
+        workspace.write({"b": "old"})
+        with workspace.turn():
+            workspace.write({"a": "", "b": "new"})
+            (workspace.top / "fill").write_bytes(os.urandom(1 << 20))
+        (workspace.top / "persons").write_bytes(os.urandom(5 << 19))
+        before = workspace.state()
+        assert "No space left" in workspace.call("undo", fails=1)["error"]
+        assert workspace.state() == before
+        (workspace.top / "persons").unlink()
+        assert workspace.call("undo")["left"] == []
+        assert (workspace.top / "b").read_text() == "old"
+    finally:
+        subprocess.run(["umount", workspace.top], check=True)
+
+
+def test_a_full_store_ends_the_snapshot_and_opens_again(workspace: Workspace) -> None:
+    mounted(workspace.store, "1m")
+    try:
+        workspace.write({"a": "1"})
+        workspace.call("snapshot")
+        (workspace.top / "big").write_bytes(os.urandom(2 << 20))
+        assert "No space left" in workspace.call("snapshot", fails=1)["error"]
+        (workspace.top / "big").unlink()
+        workspace.call("snapshot")
+    finally:
+        subprocess.run(["umount", workspace.store], check=True)
+
+
+def test_the_store_is_bounded(workspace: Workspace) -> None:
+    for _ in range(6):
+        with workspace.turn():
+            (workspace.top / "noise").write_bytes(os.urandom(300_000))
+    assert len(workspace.call("log")["turns"]) == 6
+    workspace.call("snapshot", keep=4)
+    assert [turn["id"] for turn in workspace.call("log")["turns"]] == ["t3", "t4", "t5", "t6"]
+    workspace.call("prune", maxBytes=1_300_000)
+    log = workspace.call("log")
+    assert 0 < len(log["turns"]) < 4 and log["bytes"] < 1_300_000
+    noise = (workspace.top / "noise").read_bytes()
+    workspace.call("undo")
+    workspace.call("redo")
+    assert (workspace.top / "noise").read_bytes() == noise
+    assert "there is no turn t1" in workspace.call("diff", turn="t1", fails=1)["error"]
+    workspace.git(f"--git-dir={workspace.store}/git", "fsck", "--full", "--strict")
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone", "state", "cache", "flipped"])
+def test_a_damaged_store_is_said_once(workspace: Workspace, harm: str) -> None:
+    workspace.write({"a": "one\n" * 500})
+    with workspace.turn():
+        workspace.write({"a": "two\n" * 500})
+    packs = sorted((workspace.store / "git/objects/pack").glob("*.pack"))
+    if harm == "cut":
+        os.truncate(packs[0], 20)
+    elif harm == "gone":
+        packs[0].unlink()
+    elif harm == "state":
+        (workspace.store / "state.json").write_text('{"events": [')
+    elif harm == "cache":
+        (workspace.store / "cache-main").write_bytes(b"x" * 500)
+    else:
+        for pack in packs:
+            data = bytearray(pack.read_bytes())
+            data[20:-40] = os.urandom(len(data) - 60)
+            pack.write_bytes(data)
+    now = workspace.state()
+    if harm == "cache":  # it only saves work
+        assert workspace.call("undo")["left"] == []
+    else:
+        assert "damaged" in workspace.call("undo", fails=1)["error"]
+        assert workspace.state() == now
+
+
+def test_an_ordinary_user_sees_and_restores_what_it_may(workspace: Workspace) -> None:
+    workspace.write({"mine/a": "1", "theirs/b": "1", "secret": "s"})
+    for path in (workspace.top, workspace.store, workspace.top / "mine", workspace.top / "mine/a"):
+        shutil.chown(path, USER, USER)
+    (workspace.top / "secret").chmod(0o600)
+    (workspace.top / "theirs").chmod(0o700)
+    call = workspace.call
+    call("snapshot", user=USER, turn={"id": "t1"})
+    workspace.write({"mine/a": "2", "secret": "s2"})
+    call("snapshot", user=USER, end="t1")
+    found = rows(call("diff", user=USER, turn="t1"))
+    assert {*found} == {"mine/a", "secret"} and found["secret"]["seen"] == "unreadable"
+    assert call("undo", user=USER)["left"] == [{"path": "secret", "why": "it cannot be read"}]
+    assert (workspace.top / "mine/a").read_text() == "1"
+
+
+def test_a_wrong_request_is_refused(workspace: Workspace) -> None:
+    workspace.write({"a": "1"})
+    assert "no snapshot" in workspace.call("diff", fails=1)["error"]
+    workspace.call("undo", turn=7, fails=2)
+    workspace.call("undo", paths=[7], fails=2)
+    workspace.call("snapshot", tree="../x", fails=2)
+    workspace.call("merge", fails=1)
+    assert "no turn" in workspace.call("snapshot", end="t9", fails=1)["error"]
+    with workspace.turn():
+        pass
+    assert "already" in workspace.call("snapshot", turn={"id": "t1"}, fails=1)["error"]
+    gone = workspace.area / "gone"
+    assert str(gone) in workspace.call("snapshot", top=gone, fails=1)["error"]
+    done = subprocess.run([*workspace.argv("undo", {})[:-1], "["], capture_output=True, text=True)
+    assert done.returncode == 2 and "no JSON object" in json.loads(done.stdout)["error"]
