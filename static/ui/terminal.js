@@ -97,7 +97,7 @@ class View {
       return true;
     });
     term.attachCustomKeyEventHandler((event) => this.shortcut(event));
-    for (const kind of ["keydown", "paste", "compositionstart"]) {
+    for (const kind of ["keydown", "paste", "beforeinput"]) {
       this.holder.addEventListener(kind, (event) => this.isTyping(event) && this.take(), true);
     }
     this.theme = () => (term.options.theme = THEMES[dark.matches ? "dark" : "light"]);
@@ -203,6 +203,7 @@ class View {
         this.say("");
         this.wish ??= this.term;
         this.setSize(message);
+        this.fit(); // it may be another one since the connection was asked for
         if (!message.resumed || this.position === 0) this.restart(message.seq);
         this.replayEnd = message.end;
         this.replaying = message.end > this.position && this.position === message.start;
