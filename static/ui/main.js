@@ -2,7 +2,7 @@
 
 import { api, link } from "./api.js";
 import { $, busy, confirmed, h, problem, redraw, say, toast } from "./dom.js";
-import { canBePrompted, count, tailOf } from "./format.js";
+import { canBePrompted, count, inUse, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { networkText } from "./network.js";
 import { setTitle, startNews } from "./news.js";
@@ -188,8 +188,7 @@ function mayStop(name) {
 async function remove(name) {
   const users = await api.users(name);
   const text = "The container goes, and with it the agent's conversation and this session's settings and history. "
-    + "Your directory stays as it is."
-    + (users.length ? ` It is in use, and this ends: ${users.slice(0, 3).join("; ")}${users.length > 3 ? " …" : ""}` : "");
+    + "Your directory stays as it is." + inUse(users);
   if (!(await confirmed(`Remove ${name}?`, text, "Remove"))) return;
   await api.remove(name);
   toast(`${name} was removed`);
