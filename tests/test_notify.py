@@ -71,11 +71,12 @@ def prompt(service: Service, name: str, text: str = "go") -> Any:
 def test_a_turn_that_ends_is_told_with_what_the_agent_says_last(
     service: Service, person: Person, name: str, agent: str
 ) -> None:
-    """As the real agent has printed it."""
+    """As the real agent has printed it, with a line of stderr amid one of its own."""
     project = service.engine.project
     shutil.copy(STREAMS / f"{agent}.jsonl", project)
     program = project / agent
-    program.write_text(f"#!/bin/sh\necho noise >&2\ncat {project}/{agent}.jsonl\n")
+    program.write_text(f"#!/bin/sh\nhead -c -20 {project}/{agent}.jsonl; sleep 0.2\n"
+                       f"echo noise >&2; sleep 0.2\ntail -c 20 {project}/{agent}.jsonl\n")
     program.chmod(0o755)
     service.create(name, agent=agent, env={"PATH": f"{project}:/usr/bin:/bin"})
     job = prompt(service, name)
