@@ -22,7 +22,7 @@ from conftest import IMAGE as TEST_IMAGE
 from conftest import ROOT, USER, Engine, Result, Terminal, unique_name, write_config
 from network import Guarded
 from outside import PUBLIC
-from service import Screen, Service
+from service import Screen, Service, wait_for
 from test_back import agents, typed
 from test_engines import container_names
 
@@ -610,6 +610,10 @@ def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, 
     assert "by-the-agent" in json.dumps(tools[0]["input"])
     (text,) = texts(blocks)
     assert text.startswith("pong tool") and "by-the-agent" in text
+    (told,) = wait_for(lambda: [news for news in service.get("/api/news").json["news"]
+                                if news["turn"] == service.get(
+                                    f"/api/sessions/{name}/jobs").json[0]["id"]])
+    assert told["what"] == "turn" and told["text"] == text.splitlines()[-1][:300]
     (summary,) = [block for block in blocks if block["kind"] == "summary"]
     assert summary["tokens"]["in"] > 0
 

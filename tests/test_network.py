@@ -709,7 +709,7 @@ def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, p
                                                                name: str) -> None:
     run = ["run", "-n", name, "-x", "echo ran"]
     assert engine.sandbox(*run, "--net", "none").stdout == "ran\n"
-    engine.run("rm", "-f", name)
+    engine.remove({name})
     answer = engine.sandbox(*run)
     assert (answer.returncode, answer.stdout) == (125, "")
     assert "is gone, and its network was none" in answer.stderr
