@@ -104,10 +104,10 @@ def test_a_session_remembers_files_and_names_and_no_value(engine: Engine, agents
     assert engine.sandbox("recreate", name).returncode == 0
     copy = f"{name}-copy"
     duplicate = engine.sandbox("run", "--from", name, "-n", copy, "--ef", "later.env", env=given)
-    assert duplicate.stdout == f"of the file,yes,s3cret-given,,p,,claude:{YOLO}:\n"
-    for session, later in ((name, ""), (copy, "yes")):
+    assert duplicate.stdout == f",yes,s3cret-given,,p,,claude:{YOLO}:\n"
+    for session, files in ((name, "of the file,"), (copy, ",yes")):
         again = engine.sandbox("run", "-n", session, env=given)
-        assert again.stdout == f"of the file,{later},s3cret-given,,p,,claude:{YOLO}:\n"
+        assert again.stdout == f"{files},s3cret-given,,p,,claude:{YOLO}:\n"
         assert "-e PLAIN API_TOKEN, whose value is not kept" in again.stderr
     (engine.project / "file.env").write_text("FILE=rotated\n")
     again = engine.sandbox(*run, "-e", "PLAIN=x", "-e", "API_TOKEN=y")
