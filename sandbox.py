@@ -4255,6 +4255,8 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
     if held.refused:
         raise cannot_hold(session, tag, held.refused, held.code)
     status = held.status if held.ended else None
+    if status is None:
+        check_removed(engine, session, held.code or 1)
     if held.heard and status is None:
         known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
         if known and known.runs:
