@@ -4677,7 +4677,7 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
 
 def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
     """Ring the terminal, and tell the person's own command, which nobody here waits for."""
-    if os.isatty(2):
+    if os.isatty(2) and not request.is_passing:
         print("\a", end="", file=sys.stderr, flush=True)
     if not (command := request.config.get("notify")):
         return
