@@ -2158,8 +2158,8 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 # A run without a terminal does not look for the container first: it execs into the id that the
 # name had when it was last seen, unless its first process was seen on this machine and has ended.
 # Ids are never given twice, so at worst the engine knows no such container, or the container is
-# stopped. Then cmd_run looks for it after all and tries again, but
-# only where the container itself shows that the command did not begin: no command runs twice.
+# stopped. Then cmd_run looks for it after all and tries again, but only where the container itself
+# shows that the command did not begin: no command runs twice.
 ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
 BEGAN_BYTES = 16 << 20  # eleven for each command
@@ -2207,7 +2207,7 @@ def mark_of(pid: int | str) -> str:
 def has_ended(session: Session) -> bool:
     """Whether a session that was seen to run here does not do so any more, or was never seen."""
     mark = session.process
-    return mark is None or bool(mark) and mark_of(mark.partition(" ")[0]) != mark
+    return mark is None or (mark != "" and mark_of(mark.partition(" ")[0]) != mark)
 
 
 def spec_of(config: Config) -> dict[str, Any]:
@@ -4220,7 +4220,7 @@ def run_held(engine: Engine, session: Session, request: RunRequest, command: Seq
     keys = "" if request.args.rm_on_exit else request.config.get("detachKeys")
     environ = hold_environ(env_script(terminal_env() | request.env), "start", tag,
                            *terminal_size(1), title_of(command), *command)
-    if keys and request.fresh:
+    if keys and request.fresh and not request.is_passing:
         say(f"{shown_keys(keys)} leaves it running; to come back: sandbox attach {session.name}")
     record_terminal(session.name, tag, title_of(command))
     held = Attachment(hold_argv(engine, session, request.workdir(), tag), environ, typing=True,
@@ -4255,6 +4255,8 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
     if held.refused:
         raise cannot_hold(session, tag, held.refused, held.code)
     status = held.status if held.ended else None
+    if status is None:
+        check_removed(engine, session, held.code or 1)
     if held.heard and status is None:
         known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
         if known and known.runs:
@@ -4557,9 +4559,9 @@ def choose_session(args: argparse.Namespace) -> None:
     if args.new or args.source or args.rm_on_exit or not (on_terminal() and can_ask()):
         return
     config = load_config(flags_layer(args), args.profile)
-    here = [] if config.get("containerName") else sessions_here(config, args)
+    here = [] if config.get("containerName") else sessions_here(config, args)[:OFFERED]
     about = [f"{row['name']} ({row['labels'].get('sandbox.agent') or 'no agent'}, {row['state']}, "
-             f"of {row['created'].replace('T', ' ')[:16]})" for row in here]
+             f"of {local_time(row['created'])})" for row in here]
     if len(here) == 1:
         question = f"Go on in {about[0]}? [Y/n] "
     else:
@@ -4571,6 +4573,9 @@ def choose_session(args: argparse.Namespace) -> None:
         answer = ask_person(printable(question)).lower()
         args.new = answer == "n"
         args.containerName = choices.get("1" if answer in ("", "y") else answer)
+
+
+OFFERED = 20  # sessions; `ps` shows all
 
 
 def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -4672,7 +4677,7 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
 
 def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
     """Ring the terminal, and tell the person's own command, which nobody here waits for."""
-    if os.isatty(2):
+    if os.isatty(2) and not request.is_passing:
         print("\a", end="", file=sys.stderr, flush=True)
     if not (command := request.config.get("notify")):
         return

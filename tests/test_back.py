@@ -14,6 +14,7 @@ from service import free_port
 from test_engines import container_names, inspect, sleeping, wait_for
 
 import sandbox
+from sandbox import ENGINE_STATUS, KILLED
 
 PROMPT = "Keep it? [y] "
 
@@ -104,10 +105,10 @@ def test_a_session_remembers_files_and_names_and_no_value(engine: Engine, agents
     assert engine.sandbox("recreate", name).returncode == 0
     copy = f"{name}-copy"
     duplicate = engine.sandbox("run", "--from", name, "-n", copy, "--ef", "later.env", env=given)
-    assert duplicate.stdout == f"of the file,yes,s3cret-given,,p,,claude:{YOLO}:\n"
-    for session, later in ((name, ""), (copy, "yes")):
+    assert duplicate.stdout == f",yes,s3cret-given,,p,,claude:{YOLO}:\n"
+    for session, files in ((name, "of the file,"), (copy, ",yes")):
         again = engine.sandbox("run", "-n", session, env=given)
-        assert again.stdout == f"of the file,{later},s3cret-given,,p,,claude:{YOLO}:\n"
+        assert again.stdout == f"{files},s3cret-given,,p,,claude:{YOLO}:\n"
         assert "-e PLAIN API_TOKEN, whose value is not kept" in again.stderr
     (engine.project / "file.env").write_text("FILE=rotated\n")
     again = engine.sandbox(*run, "-e", "PLAIN=x", "-e", "API_TOKEN=y")
@@ -215,25 +216,29 @@ def test_rm_asks_who_would_lose_something_and_tells_them(engine: Engine, project
                                                          name: str) -> None:
     run = ("run", "-n", name, "-x")
     assert engine.sandbox(*run, "true").returncode == 0
-    with (engine.popen(*run, WORK) as script, engine.pty(*run, "sleep 98764; :") as person,
+    with (contextlib.ExitStack() as stack, engine.popen(*run, WORK) as script,
+          engine.pty(*run, "echo held; sleep 98764; :") as person,
           engine.pty("run", "-n", name) as menu):
         assert script.stdout and script.stdout.readline() == "at work\n"
-        wait_for(lambda: sleeping(engine, name, "98764") == 1)
         menu.send("exit\n")
         menu.expect(PROMPT)
+        wait_for(lambda: sleeping(engine, name, "98764") == 1)
+        attached = stack.enter_context(engine.pty("attach", name))
+        attached.expect("held")
         for answer, status in (("\n", 1), ("n\n", 1), ("y\n", 0)):
             with engine.pty("rm", name, cols=250) as rm:
                 used = rm.expect("Remove it all the same? [y/N] ")
-                assert f"{name} is in use: " in used and used.count(";") == 4
-                assert f"sh -c {WORK}" in used and "sh -c sleep 98764; :" in used
+                assert f"{name} is in use: " in used and used.count(";") == 5
+                assert f"sh -c {WORK}" in used and "sh -c echo held; sleep 98764; :" in used
                 assert name in container_names(engine)
                 rm.send(answer)
                 assert rm.wait() == status
             assert (name in container_names(engine)) is bool(status)
         _, err = script.communicate(timeout=30)
         assert script.returncode and err.splitlines()[-1] == f"sandbox: {GONE.format(name)}"
-        person.expect(GONE.format(name))
-        assert person.wait() == script.returncode
+        for other in (person, attached):
+            other.expect(GONE.format(name))
+            assert other.wait() in (KILLED, *ENGINE_STATUS)
         menu.send("y\n")
         menu.expect(GONE.format(name))
         assert menu.wait() == 0 and "kept" not in menu.output
