@@ -2554,10 +2554,10 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
         if fresh:
             remove_container(engine, fresh)
         taken, _, err = Output(engine.argv("rename", session.id, session.name)).result()
-        if taken and engine.is_name_taken(err):
-            say(f"to come back: sandbox rename {aside} NAME")
-        else:
+        if not taken:
             say(f"{session.name} is there as it was, stopped")
+        elif engine.is_name_taken(err):
+            say(f"to come back: sandbox rename {aside} NAME")
         remember(engine, session)
         if session.home and before:
             with suppress(SandboxError):  # the first failure is the one to tell

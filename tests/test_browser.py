@@ -941,7 +941,9 @@ def test_a_click_is_not_lost_when_something_changes_amid_it(page: Page, service:
 def test_a_network_is_chosen_and_the_container_created_again(page: Page, service: Service,
                                                              name: str) -> None:
     service.create(name)
-    service.ended(service.job(name, "touch /tmp/mark; echo before"))
+    service.ended(service.job(name, "touch /tmp/mark; echo kept >~/file; echo before"))
+    service.job(name, "sleep 87653")
+    wait_for(lambda: service.get(f"/api/sessions/{name}/users").json["users"])
     open_screen(page, service, name, "settings")
     choices = "[...document.querySelectorAll('.choices input')].map((e) => e.value).join()"
     assert page.eval(choices) == ",open,none,list"
@@ -953,16 +955,18 @@ def test_a_network_is_chosen_and_the_container_created_again(page: Page, service
     page.click(".settings button[type=submit]")
     page.see("network: it has open, asked for is none", ".callout")
     page.click(".callout button")
-    page.see("Settings and history stay", "dialog")
+    page.see("The agent's conversations, settings and history stay. "
+             "It is in use, and this ends: sleep 87653", "dialog")
     page.click("dialog .danger")
     page.wait("document.querySelector('.settings') && !document.querySelector('.callout')", 60)
     page.see("no network", ".session-head")
     open_screen(page, service, name, "command")
     page.see("before", ".output")
-    submit(page, "ls /sys/class/net /tmp/mark")
+    submit(page, "cat ~/file; ls /sys/class/net /tmp/mark")
+    page.see("kept", ".job:last-child .output")
     page.see("exit 1", ".job:last-child .job-foot")
     output = page.eval("document.querySelector('.job:last-child .output').textContent")
-    assert output.count("lo\n") == 1
+    assert output.startswith("kept\n") and output.count("lo\n") == 1
 
 
 def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> None:
