@@ -4621,11 +4621,13 @@ def cmd_start(args: argparse.Namespace) -> int:
 
 
 def cmd_attach(args: argparse.Namespace) -> int:
-    config = load_config(flags_layer(args))
-    engine, session = find_given(candidates(config), args.session, "attach")
+    engine, session = find_given(engines_of(args), args.session, "attach")
     held = pick_terminal(engine, session, args.id)
     typing = on_terminal() and held.runs and os.environ.get("TERM") != "dumb"
-    return join(engine, session, held, keys=config.get("detachKeys"), typing=typing)
+    keys = KEYS["detachKeys"].default
+    with suppress(SandboxError):  # as engines_of() has said
+        keys = load_config().get("detachKeys")
+    return join(engine, session, held, keys=keys, typing=typing)
 
 
 def join(engine: Engine, session: Session, held: Held, *, keys: str = "", typing: bool = False,
