@@ -44,9 +44,9 @@ class Namespaces(Engine):
     def inspect_argv(self, name: str) -> list[str]:
         return self.argv("inspect", name)
 
-    def read_inspected(self, out: str) -> tuple[str, str, str, int, dict[str, str]]:
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
         data = json.loads(out)
-        return data["id"], data["name"], data["state"], data["code"], data["labels"]
+        return data["id"], data["name"], data["state"], data["code"], 0, data["labels"]
 
     def is_name_taken(self, err: str) -> bool:
         return "there is already" in err

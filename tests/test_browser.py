@@ -619,26 +619,65 @@ def test_two_windows_and_one_keyboard(page: Page, browser: Browser, service: Ser
     page.call("Page.bringToFront")
     see_in_terminal(page, "second")
     other.close()
-    page.click(".term-note button")
-    page.wait("document.querySelector('.term-note').hidden")
     enter(page, "echo thi${x}rd")
     see_in_terminal(page, "third")
+    page.wait("document.querySelector('.term-note').hidden")
 
 
-def test_a_terminal_says_that_it_ended_with_its_server(page: Page, service: Service,
-                                                       name: str) -> None:
+def test_a_terminal_goes_on_when_its_server_is_killed(page: Page, service: Service,
+                                                      name: str) -> None:
     service.create(name)
     open_terminal(page, service, name)
-    enter(page, "echo be${x}gun")
+    enter(page, "mark=kept; echo be${x}gun")
     see_in_terminal(page, "begun")
     service.restart_after_kill()
-    page.see("This terminal has ended", ".term-note")
+    page.wait("document.querySelector('.term-note').hidden")
+    enter(page, "echo $mark.")
+    see_in_terminal(page, "kept.")
+    assert screen_text(page).count("begun") == 1
+    open_terminal(page, service, name)
+    see_in_terminal(page, "kept.")
+    enter(page, "exit 7")
+    page.see("The program has ended with status 7", ".term-note")
     page.click(".term-note button")
     page.wait("document.querySelector('.term-note').hidden")
     enter(page, "echo ag${x}ain")
     see_in_terminal(page, "again")
     page.errors[:] = [error for error in page.errors
                       if not any(word in error for word in WENT_AWAY)]
+
+
+def test_the_command_line_and_the_page_share_terminals(page: Page, service: Service,
+                                                       name: str) -> None:
+    service.create(name)
+    with service.engine.pty("run", "-n", name, rows=20, cols=70) as terminal:
+        terminal.send("echo fi''rst\n")
+        terminal.expect("first")
+        open_terminal(page, service, name)
+        see_in_terminal(page, "first")
+        assert page.eval("document.querySelectorAll('.term-tab').length") == 1
+        enter(page, "echo sec${x}ond; stty size")
+        terminal.expect("second")
+        assert "20 70" not in screen_text(page)  # the page has the size
+        terminal.send("echo thi''rd; stty size\n")
+        see_in_terminal(page, "third")
+        see_in_terminal(page, "20 70")
+        page.see("Another window types here", ".term-note")
+        enter(page, "echo fou${x}rth; exit 7")
+        terminal.expect("fourth")
+        page.see("The program has ended with status 7", ".term-note")
+        terminal.expect("Keep it?")
+        terminal.send("y\n")
+        assert terminal.wait() == 7
+    page.click(".term-note button")
+    see_in_terminal(page, "# ")
+    with service.engine.pty("attach", name) as terminal:
+        terminal.send("echo fi''fth\n")
+        terminal.expect("fifth")
+        see_in_terminal(page, "fifth")
+        enter(page, "echo si${x}xth; exit 8")
+        terminal.expect("sixth")
+        assert terminal.wait() == 8
 
 
 def permit(page: Page, service: Service, *permissions: str) -> None:
