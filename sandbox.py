@@ -3705,6 +3705,7 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
 HOLD = ["python3", "-I", "-S", "-c",
         'import os, sys; argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1); '
         'sys.argv[1:] = eval(argv); exec(source)']
+RING_BYTES = 1 << 20  # what is kept of the output
 FRAME_BYTES = 65536  # no holder sends a longer one
 LIST_BYTES = 1 << 20
 
@@ -3968,7 +3969,7 @@ class Attachment:
         """`kept` output comes first; without `follow` nothing else does."""
         self.typing, self.kept, self.follow = typing, kept, follow
         self.keys, self.screen, self.frames = DetachKeys(keys), Screen(), Frames()
-        self.heard = self.ended = self.left = False
+        self.heard = self.ended = self.left = self.closing = False
         self.refused = ""
         self.status: int | None = None
         self.code = 0
@@ -4012,11 +4013,14 @@ class Attachment:
             while self.step(woken):
                 pass
         except HungUp:
-            self.left, self.code = True, 128 + signal.SIGHUP
+            self.code = 128 + signal.SIGHUP
+        except KeyboardInterrupt:  # it may never begin
+            os.kill(self.pid, signal.SIGKILL)
+            raise
         finally:
-            with suppress(HungUp):
-                if os.isatty(1):
-                    self.write(self.screen.restore(self.left and self.typing))
+            self.closing = True
+            if os.isatty(1):
+                self.write(self.screen.restore(self.left and self.typing))
             if self.typing:
                 with suppress(termios.error):
                     termios.tcsetattr(0, termios.TCSADRAIN, mode)
@@ -4028,7 +4032,7 @@ class Attachment:
 
     def hang_up(self, *_: object) -> None:
         """Leave, whatever it waits for; also the handler of a signal."""
-        if not self.left:
+        if not (self.left or self.closing):
             self.left = True
             raise HungUp
 
@@ -4129,7 +4133,8 @@ class Attachment:
         elif kind == b"h":
             replaying = self.kept and (not self.heard or self.position < self.until)
             self.position, _, _, end = numbers_of(content)
-            self.until = end if replaying else self.position
+            self.until = min(end, self.position + RING_BYTES) if replaying else self.position
+            self.replay = b""
             self.cut, self.heard = replaying and self.position > 0, True
         elif kind == b"m":
             self.write(content)
@@ -4190,8 +4195,8 @@ class Attachment:
                 self.read_errors()
         Output.close(self.out, *([self.err] if self.err >= 0 else []))
         if self.errors and not self.left:
-            sys.stderr.buffer.write(self.errors)
-            sys.stderr.flush()
+            with suppress(OSError):
+                os.write(2, self.errors)
 
 
 class Left(SandboxError):
@@ -4803,11 +4808,13 @@ def cmd_start(args: argparse.Namespace) -> int:
 
 
 def cmd_attach(args: argparse.Namespace) -> int:
-    config = load_config(flags_layer(args))
-    engine, session = find_given(candidates(config), args.session, "attach")
+    engine, session = find_given(engines_of(args), args.session, "attach")
     held = pick_terminal(engine, session, args.id)
     typing = on_terminal() and held.runs and os.environ.get("TERM") != "dumb"
-    return join(engine, session, held, keys=config.get("detachKeys"), typing=typing)
+    keys = KEYS["detachKeys"].default
+    with suppress(SandboxError):  # as engines_of() has said
+        keys = load_config().get("detachKeys")
+    return join(engine, session, held, keys=keys, typing=typing)
 
 
 def join(engine: Engine, session: Session, held: Held, *, keys: str = "", typing: bool = False,

@@ -592,6 +592,31 @@ def test_stop_and_start_and_the_autostart_script(engine: Engine, home: Path, pro
     assert engine.sandbox("logs", name).stdout == "ready\n"
 
 
+# The claim on the autostart script takes its time, as on a busy machine.
+SLOW_CLAIM = """mkdir() {
+  command mkdir "$@" || return
+  : >/tmp/claimed
+  until [ -e /tmp/go ]; do sleep 0.05; done
+}
+"""
+
+
+def test_an_autostart_that_an_interrupted_run_has_claimed_starts(engine: Engine, project: Path,
+                                                                 name: str) -> None:
+    engine.sandbox("run", "-n", name, "-x", "true")
+    engine.run("exec", name, "sh", "-c", "rm -r /dev/shm/sandbox-start-*")
+    script = sandbox.env_script({"SANDBOX_AUTOSTART": f"echo started >>{project}/began"})
+    argv = [engine.runtime, "exec", "-e", f"SANDBOX_ENV={script}", "-e", "SANDBOX_EXEC=cut", name,
+            "sh", "-c", SLOW_CLAIM + sandbox.exec_script(), "sandbox", "0", "0", "sleep", "30"]
+    with subprocess.Popen(argv, **engine.where()) as cut:
+        wait_for(lambda: not engine.run("exec", name, "test", "-e", "/tmp/claimed").returncode)
+        interrupt = (ROOT / "static" / "session" / "signal.sh").read_text()
+        engine.run("exec", name, "sh", "-c", interrupt, "sandbox", "INT", "cut", "0")
+        engine.run("exec", name, "touch", "/tmp/go")
+        assert cut.wait(30) == 130
+    wait_for(lambda: (project / "began").exists())
+
+
 def test_files_are_copied_in_and_out(engine: Engine, project: Path, name: str) -> None:
     user = USER if engine.id == "docker" else engine.user
     where: dict[str, Any] = {"user": user}

@@ -21,8 +21,9 @@ shift 2
 # killed loses nothing. The first one is who makes a directory that is named after the time at which
 # the container started.
 read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ SANDBOX_START _ </proc/1/stat
-SANDBOX_START=/dev/shm/sandbox-start-$SANDBOX_START SANDBOX_SETSID=
-[ -d "$SANDBOX_START" ] || ! mkdir "$SANDBOX_START" 2>/dev/null ||
+SANDBOX_START=/dev/shm/sandbox-start-$SANDBOX_START SANDBOX_SETSID= SANDBOX_STOP=
+trap 'SANDBOX_STOP=1' HUP INT TERM  # who has made the directory starts the script in any case
+[ -d "$SANDBOX_START" ] || ! SANDBOX_EXEC= mkdir "$SANDBOX_START" 2>/dev/null ||
   SANDBOX_SETSID=$(command -v setsid || echo setsid)
 # The environment arrives as a script in one variable: whole lines, any name, nothing in an argv.
 eval "$SANDBOX_ENV"
@@ -43,6 +44,8 @@ elif [ "$SANDBOX_SETSID" ] && [ "$SANDBOX_SCRIPT" ]; then
   SANDBOX_EXEC=autostart "$SANDBOX_SETSID" "$SANDBOX_SETSID" sh -c "$SANDBOX_SCRIPT" \
     </dev/null >/tmp/autostart.log 2>&1
 fi
+trap - HUP INT TERM
+[ -z "$SANDBOX_STOP" ] || exit 130
 # Note that the command begins: see has_begun(). On a full disk the notes are emptied: then nobody
 # can claim that a command has not begun.
 { echo "$SANDBOX_EXEC" >>/run/sandbox-began || true >/run/sandbox-began; } 2>/dev/null
