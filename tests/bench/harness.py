@@ -232,6 +232,8 @@ class Frames:
             del self.buffer[: start + size]
             if opcode == 2:
                 yield data
+            elif opcode == 9:
+                self.send(10, data)
             elif opcode == 8:
                 raise EOFError
 
