@@ -42,6 +42,8 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
+NOTIFY_SECONDS, NOTIFY_BYTES = 10, 65536  # for the person's own command, and of its output
+NEWS_CHARS = 300
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
 FULL_BYTES = 50_000_000
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
@@ -70,14 +72,15 @@ class Agent:
     `version_env` makes it tell its version sooner. `init` takes the credentials in `files` (below
     the home directory, each with the option of its mount), which the variable `moved` has moved
     where it is set, and in `variables`. `turn`: the events that a turn, or a step of it, begins
-    and ends with, and the fields that hold the conversation's id and what was used.
+    and ends with, and the fields that hold the conversation's id and what was used. `says` is the
+    field of an event that holds what the agent answers.
     """
 
     def __init__(self, program: str, title: str, shortcuts: str = "", *, yolo: str = "",
                  resume: str, prompt: str, headless: str = "", env: Mapping[str, str] = {},
                  yolo_env: Mapping[str, str] = {}, version_env: Mapping[str, str] = {},
                  files: str = "", moved: str = "", variables: str = "", turn: str = "",
-                 events: str = "") -> None:
+                 says: str = "", events: str = "") -> None:
         self.program, self.title = program, title
         self.shortcuts = [*shortcuts.split(), program]
         self.yolo = [program, *yolo.split()]
@@ -85,7 +88,7 @@ class Agent:
         self.prompt, self.headless = f"{program} {prompt}", headless.split()
         self.env, self.yolo_env, self.version_env = env, yolo_env, version_env
         self.files, self.moved, self.variables = files.split(), moved, variables.split()
-        self.turn = turn.split()
+        self.turn, self.says = turn.split(), says.split(".")
         self.events = events or program  # the name of their reader
 
     def host_file(self, path: str) -> str:
@@ -107,7 +110,7 @@ AGENTS = {agent.program: agent for agent in (
                     " CLAUDE_CODE_OAUTH_TOKEN ANTHROPIC_MODEL ANTHROPIC_DEFAULT_OPUS_MODEL"
                     " ANTHROPIC_DEFAULT_SONNET_MODEL ANTHROPIC_DEFAULT_HAIKU_MODEL"
                     " CLAUDE_CODE_SUBAGENT_MODEL",
-          turn="system result session_id usage"),
+          turn="system result session_id usage", says="result"),
     Agent("gemini", "Gemini CLI", "gm g agent-b", yolo="--yolo", resume="-r",
           prompt="--prompt={prompt} --resume latest --output-format stream-json --yolo",
           headless="-p --prompt",
@@ -116,21 +119,21 @@ AGENTS = {agent.program: agent for agent in (
           files=".gemini/oauth_creds.json .gemini/google_accounts.json .gemini/settings.json:ro",
           variables="GEMINI_API_KEY GEMINI_MODEL GOOGLE_GEMINI_BASE_URL GOOGLE_API_KEY"
                     " GOOGLE_CLOUD_PROJECT",
-          turn="init result session_id stats"),
+          turn="init result session_id stats", says="content"),
     Agent("codex", "Codex", "cx agent-c", yolo="--dangerously-bypass-approvals-and-sandbox",
           resume="resume --last",
           prompt="exec resume --last --json --skip-git-repo-check"
                  " --dangerously-bypass-approvals-and-sandbox -- {prompt}", headless="exec e",
           files=".codex/auth.json .codex/config.toml:ro", moved="CODEX_HOME",
           variables="OPENAI_API_KEY OPENAI_BASE_URL",
-          turn="turn.started turn.completed thread_id usage"),
+          turn="turn.started turn.completed thread_id usage", says="item.text"),
     Agent("opencode", "OpenCode", "oc agent-d", resume="-c",
           prompt="run --continue --format json -- {prompt}", headless="run",
           env={"OPENCODE_DISABLE_AUTOUPDATE": "true"},
           yolo_env={"OPENCODE_PERMISSION": '{"*":"allow"}'},
           files=".local/share/opencode/auth.json .config/opencode/opencode.json:ro",
           variables="OPENCODE_API_KEY OPENCODE_CONFIG_CONTENT",
-          turn="step_start step_finish sessionID part.tokens"),
+          turn="step_start step_finish sessionID part.tokens", says="part.text"),
 )}
 SHORTCUTS = {shortcut: name for name, agent in AGENTS.items() for shortcut in agent.shortcuts}
 
@@ -464,6 +467,19 @@ def a_command(value: Any) -> str | list[str]:
     raise ValueError(f"{value!r} is neither a command line nor a list of words")
 
 
+def a_program(value: Any) -> list[str]:
+    """The words of a command of the host, which no shell reads: a string is split as one would."""
+    import shlex
+
+    words = a_command(value)
+    words = shlex.split(words) if isinstance(words, str) else words
+    if not words or not words[0]:
+        raise ValueError(f"{value!r} names no program")
+    if "/" in words[0]:  # one of the directory at hand may be the project's
+        words[0] = an_absolute_path(words[0])
+    return words
+
+
 def a_rule(value: Any) -> str:
     """`<host>[:<port>]` in its one form: a name, `*.` and a name, or an address.
 
@@ -567,19 +583,21 @@ class Key:
     What is `fixed` is what a session is created from: to change it takes a new container. It is in
     the session's specification by its name, or as a part of another field (`part_of`). `limit` is
     what engines call it. `excludes` names the key that does not go together with it: of
-    the two the one of the higher layer counts. A `setting` may be made for one session.
+    the two the one of the higher layer counts. A `setting` may be made for one session. What is
+    the person's `own` comes from the files of the host alone: no container and no client of the
+    web service may say what the host runs.
     """
 
     def __init__(self, name: str, check: Callable[[Any], Any], flags: str = "", metavar: str = "",
                  help: str = "", *, kind: str = "scalar", of: str = "run", default: Any = None,
                  variable: str = "", above_file: bool = False, fixed: bool = False,
                  part_of: str = "", limit: str = "", excludes: str = "", secret: bool = False,
-                 setting: bool = False) -> None:
+                 setting: bool = False, own: bool = False) -> None:
         self.name, self.check, self.kind, self.default = name, check, kind, default
         self.flags, self.metavar, self.help, self.of = flags.split(), metavar, help, of.split()
         self.variable, self.above_file = variable, above_file
         self.fixed, self.part_of, self.limit = fixed, part_of, limit
-        self.excludes, self.secret, self.setting = excludes, secret, setting
+        self.excludes, self.secret, self.setting, self.own = excludes, secret, setting, own
 
     def option(self) -> dict[str, Any]:
         """What argparse wants to know of its option."""
@@ -610,7 +628,7 @@ KEYS = {key.name: key for key in (
     Key("env", an_environment, "-e --env", "NAME[=VALUE]",
         "a variable, by name alone with the value it has here", kind="object", setting=True),
     Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file",
-        kind="list"),
+        kind="list", of="run recreate"),
     Key("imageVersion", an_image_version, "--iv --image-version", "VERSION",
         "version of the image", of="run build", default=IMAGE_VERSION, fixed=True,
         part_of="image"),
@@ -629,6 +647,7 @@ KEYS = {key.name: key for key in (
         fixed=True, setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("notify", a_program, own=True),
     Key("detachKeys", a_key_sequence, default="ctrl-\\,d"),
     Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
         default="admin", variable="SANDBOX_SERVER_USER"),
@@ -677,6 +696,8 @@ class Layer:
             if name not in KEYS:
                 raise SandboxError(f"{place}: unknown key{nearest(name, KEYS)}",
                                    f"the keys are {', '.join(KEYS)}", code)
+            if KEYS[name].own and origin not in ("file", "profile", "settings"):
+                raise SandboxError(f"{place}: it is for {config_path()} alone", code=code)
             if KEYS[name].excludes in self.values:
                 raise SandboxError(f"{place}: not together with {KEYS[name].excludes}",
                                    "keep one of them", code)
@@ -967,20 +988,20 @@ class Output:
     """
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
-                 env: Mapping[str, str] | None = None) -> None:
-        """`seconds` from now it must have ended."""
+                 env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
+        """`seconds` from now it must have ended; `stdin` is less than a pipe takes."""
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
-        null = os.open(os.devnull, os.O_RDONLY)
-        (self.out, out), (self.err, err) = os.pipe(), os.pipe()
+        (given, end), (self.out, out), (self.err, err) = os.pipe(), os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, env=env, fds={0: null, 1: out, 2: err}, own_group=self.leads)
+            os.write(end, stdin)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
         finally:
-            self.close(null, out, err)
+            self.close(given, end, out, err)
 
     @staticmethod
     def close(*fds: int) -> None:
@@ -1052,6 +1073,28 @@ class Output:
     def kill(self, number: int) -> None:
         with suppress(ProcessLookupError):
             (os.killpg if self.leads else os.kill)(self.pid, number)
+
+
+def news(session: str, what: str, text: str, turn: str | None = None,
+         status: int | None = None) -> dict[str, Any]:
+    """What a person may want to come back for; the last line of a text that may be anybody's."""
+    lines = printable(text[-16 * NEWS_CHARS:]).split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return {"session": session, "what": what, "turn": turn, "status": status,
+            "text": last[:NEWS_CHARS]}
+
+
+def notify(command: Sequence[str], event: Mapping[str, Any]) -> str:
+    """Give an event, as JSON on stdin, to the person's own command; what went wrong, or ''."""
+    try:
+        called = Output(command, NOTIFY_SECONDS, stdin=to_json(event).encode() + b"\n")
+        status, out, err = called.result(NOTIFY_BYTES)
+    except OSError as error:
+        return f"notify: {command[0]}: {error.strerror}"
+    except SandboxError as error:
+        return f"notify: {error.message}"
+    why = news("", "", err or out)["text"]
+    return status and f"notify: {command[0]} ended with status {status}: {why}" or ""
 
 
 # --- Long work ---
@@ -1363,7 +1406,7 @@ class Engine:
         "ping": ("ps", "-q"),  # fails where the engine cannot do anything
         "start": ("start",), "stop": ("stop", "-t", "5"), "unpause": ("unpause",),
         "restart": ("restart", "-t", "1"),  # starts it, too
-        "copy": ("cp",),  # takes what and where; one of them is ID:PATH
+        "cp": ("cp",),  # takes what and where; one of them is ID:PATH
         "rename": ("rename",),  # takes the id and the new name
         "remove": ("rm", "-f", "-v"),  # one that runs, too, and its anonymous volumes
         "volumes": ("volume", "ls", "-q"),  # prints their names
@@ -1412,13 +1455,14 @@ class Engine:
     # -- containers --
 
     def inspect_argv(self, name: str) -> list[str]:
-        form = "{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{json .Config.Labels}}"
+        form = ("{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{.State.Pid}} "
+                "{{json .Config.Labels}}")
         return [self.name, "container", "inspect", "--format", form, name]
 
-    def read_inspected(self, out: str) -> tuple[str, str, str, int, dict[str, str]]:
-        """Id, name, state, exit status and labels of a container."""
-        id, name, state, code, labels = out.strip().split(" ", 4)
-        return id, name.lstrip("/"), state, int(code), parse_json(labels) or {}
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
+        """Id, name, state, exit status, pid (0 for unknown) and labels of a container."""
+        id, name, state, code, pid, labels = out.strip().split(" ", 5)
+        return id, name.lstrip("/"), state, int(code), int(pid), parse_json(labels) or {}
 
     def is_absent(self, err: str) -> bool:
         """Whether a call failed because there is no such container."""
@@ -1957,10 +2001,14 @@ def ask_person(text: str) -> str:
 
 
 class Session:
-    """A container as its labels describe it; `id` is the engine's, '' before there is one."""
+    """A container as its labels describe it; `id` is the engine's, '' before there is one.
+
+    `process` is mark_of() its first process, None for unknown.
+    """
 
     def __init__(self, name: str, state: str, labels: Mapping[str, str], id: str = "") -> None:
         self.name, self.state, self.labels, self.id = name, state, labels, id
+        self.process: str | None = None
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
         self.profile = labels.get("sandbox.profile", "")
         self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
@@ -2092,10 +2140,11 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
         return engine, None
     if status:
         raise engine.failure(err)
-    id, real_name, state, _, labels = engine.read_inspected(out)
+    id, real_name, state, _, pid, labels = engine.read_inspected(out)
     if real_name != name:  # the engine takes the start of an id, too
         return engine, None
     session = Session(name, state, labels, id)
+    session.process = mark_of(pid) if state == "running" else None
     if "sandbox.session" not in session.labels:
         raise NotASession(f"the container {name} exists and is not a sandbox session",
                           "choose another name with -n", 125)
@@ -2107,8 +2156,9 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 
 
 # A run without a terminal does not look for the container first: it execs into the id that the
-# name had when it was last seen. Ids are never given twice, so at worst the engine knows no such
-# container, or the container is stopped. Then cmd_run looks for it after all and tries again, but
+# name had when it was last seen, unless its first process was seen on this machine and has ended.
+# Ids are never given twice, so at worst the engine knows no such container, or the container is
+# stopped. Then cmd_run looks for it after all and tries again, but
 # only where the container itself shows that the command did not begin: no command runs twice.
 ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
@@ -2121,13 +2171,14 @@ def memory_path(engine: Engine, name: str) -> str:
 
 
 def remember(engine: Engine, session: Session) -> None:
-    """Note id and labels of a session; that the note cannot be written does not matter."""
+    """Note what is known of a session; that the note cannot be written does not matter."""
     known = recall([engine], session.name)
-    if known and known[1].id == session.id:
+    if known and (known[1].id, known[1].process) == (session.id, session.process):
         return
     with suppress(FileError):
         write_private(memory_path(engine, session.name),
-                      to_json({"id": session.id, "labels": session.labels}))
+                      to_json({"id": session.id, "labels": session.labels,
+                               "process": session.process}))
 
 
 def look_next_time(engine: Engine, session: Session) -> None:
@@ -2140,8 +2191,23 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
     for engine in engines:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = read_json(memory_path(engine, name))
-            return engine, Session(name, "running", data["labels"], data["id"])
+            session = Session(name, "running", data["labels"], data["id"])
+            session.process = data.get("process")
+            return engine, session
     return None
+
+
+def mark_of(pid: int | str) -> str:
+    """A process and when it was started; '' for one that is not seen from here."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return f"{pid} {int(file.read().rpartition(b')')[2].split()[19])}"
+    return ""
+
+
+def has_ended(session: Session) -> bool:
+    """Whether a session that was seen to run here does not do so any more, or was never seen."""
+    mark = session.process
+    return mark is None or bool(mark) and mark_of(mark.partition(" ")[0]) != mark
 
 
 def spec_of(config: Config) -> dict[str, Any]:
@@ -2175,9 +2241,14 @@ def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
             lines += [f"{key}: it lacks {item}" for item in value if item not in old]
             lines += [f"{key}: it has {item}, which is no longer asked for"
                       for item in old if item not in value]
-        elif value != old and not (isinstance(old, dict) and isinstance(value, dict)):
+        elif value != old and not (isinstance(old, dict) and is_closed(value)):
             lines.append(f"{key}: it has {shown(old)}, asked for is {shown(value)}")
     return lines
+
+
+def is_closed(network: Any) -> bool:
+    """Whether the proxy of an allowlist can make it so: by rules, or by none at all."""
+    return isinstance(network, dict) or network == "none"
 
 
 def shown(value: Any) -> str:
@@ -2415,17 +2486,20 @@ def recreation(session: Session, flags: Layer,
 
     A list among the flags takes the place of the one that was given before.
     """
-    check_owner(session)
     have, kept = session.created()
+    check_owner(session)
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
-    kept |= {name: value for name, value in flags.values.items() if KEYS[name].fixed}
+    kept |= {name: value for name, value in flags.values.items()
+             if KEYS[name].fixed or name == "envFile"}
     if "network" in flags.values:
         now = session_config(session).get("network")
         kept["network"] = with_rules(now, flags.values["network"])
     config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
-    return config, Layer(kept, "created"), spec_of(config)
+    layer = Layer(kept, "created")
+    layer.variables = list(dict.fromkeys([*session.variables(), *flags.variables]))
+    return config, layer, spec_of(config)
 
 
 def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
@@ -2467,7 +2541,7 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
-    flags.variables = flags.variables or session.variables()
+    look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
         engine.ask(engine.argv("rename", session.id, aside))
@@ -2491,6 +2565,8 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
         remove_home(engine, home)  # a new one: nobody uses it
         raise
     remove_container(engine, session)
+    for id in recorded_terminals(session.name):
+        forget_terminal(session.name, id)
     return fresh
 
 
@@ -2727,14 +2803,17 @@ def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list
 USERS_BYTES = 1 << 20
 
 
-def may_remove(engine: Engine, session: Session, own: Container[str] = ()) -> bool:
-    """Ask a person whether a session that others use is to be removed; a script has decided."""
+def may_remove(engine: Engine, session: Session, own: Container[str] = (),
+               what: str = "Remove it") -> bool:
+    """Ask a person whether the container of a session that others use is to go; a script has
+    decided.
+    """
     users = users_of(engine, session, own) if can_ask() else []
     if not users:
         return True
     more = f" and {len(users) - 3} more" if len(users) > 3 else ""
     say(f"{session.name} is in use: {'; '.join(users[:3])}{more}")
-    return ask_person("Remove it all the same? [y/N] ").lower() in ("y", "yes")
+    return ask_person(f"{what} all the same? [y/N] ").lower() in ("y", "yes")
 
 
 def check_removed(engine: Engine, session: Session, status: int) -> None:
@@ -2748,7 +2827,8 @@ def check_removed(engine: Engine, session: Session, status: int) -> None:
     for _ in range(REMOVAL_STEPS):
         state, _ = end_of(engine, session, status)
         if not state:
-            raise SandboxError(f"the session {session.name} was removed by another command",
+            how = "created anew" if recall([engine], session.name) else "removed"
+            raise SandboxError(f"the session {session.name} was {how} by another command",
                                code=status)
         if state == "running":  # the note could not be written
             return
@@ -2815,9 +2895,9 @@ ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.create
              "sandbox.home")
 
 
-def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
-    """All sessions, with one call: name, state, agent, profile, image, directory, network, created
-    (ISO 8601), runtime.
+def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
+    """All sessions, with one call: name, state, agent, profile, image, directory, network, ports
+    (a list), created (ISO 8601), runtime.
 
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
@@ -2842,18 +2922,18 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
     return engine, engine.read_list(out)
 
 
-def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
+def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
     """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
     labels = row["labels"]
-    result = {
-        "name": row["name"], "state": row["state"],
+    result: dict[str, Any] = {
+        "name": row["name"], "state": row["state"], "ports": [],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
         "image": row["image"], "created": row["created"], "runtime": runtime}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
     try:
-        Session(result["name"], "", labels).created()
+        result["ports"] = Session(result["name"], "", labels).created()[0]["ports"]
     except BrokenSession:
         result["state"] = "broken"
     return result
@@ -2866,10 +2946,10 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
 # In a container the repository of a linked worktree is read-only there, but for what a commit
 # writes. So nothing can be added that git on this machine obeys: hooks, configuration, `commondir`.
 GIT_DIRECTORY = "/run/sandbox-git"
-GIT_FILE_BYTES = 64 * 1024
+GIT_FILE_BYTES = 256 * 1024
 
 
-def read_small(path: str, follow: int = 0) -> str:
+def read_small(path: str, follow: bool = False) -> str:
     """The text of a small regular file, '' for anything else, a link (unless `follow`) included."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
@@ -2974,7 +3054,8 @@ def git_note(spec: Mapping[str, Any]) -> str:
     if any(within(top, source) is not None for source in sources):
         return ""
     if top != directory:
-        more = f", or with -v {quote_all([f'{top}:{top}'])}" if ":" not in top else ""
+        helps = ":" not in top and spec["workdir"] == spec["directory"]
+        more = f", or with -v {quote_all([f'{top}:{top}'])}" if helps else ""
         return (f"git does not work in {directory}: its repository {top} is not mounted; run from "
                 f"{top}{more}")
     if os.path.isfile(f"{top}/.git") and not linked_admin(top)[1]:
@@ -3142,10 +3223,21 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     with suppress(EngineProblem):  # a log that cannot be read must not hide the command's status
         _, out, _ = Output(engine.logs_argv(session.proxy, since=since)).result()
     entries = filter(None, map(decision_of, out.splitlines()))
-    denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries
-                           if e["verdict"] == "deny")
-    return [f"{session.name} was refused {host} port {port}: {reason}; "
-            f"see: sandbox net log {session.name}" for host, port, reason in list(denied)[:5]]
+    denied = {(e["host"], e["port"]): e for e in entries if e["verdict"] == "deny"}
+    return [f"{session.name} was refused {e['host']} port {e['port']}: {e['reason']}; "
+            f"{remedy_of(session, e)}" for e in list(denied.values())[:5]]
+
+
+def remedy_of(session: Session, refusal: Mapping[str, Any]) -> str:
+    """The command that allows what was refused, or where there is none that shows more."""
+    missing = str(refusal.get("address") or refusal["host"])
+    rule = f"[{missing}]" if ":" in missing else missing
+    rule += "" if refusal["port"] in (443, 80) else f":{refusal['port']}"
+    with suppress(ValueError):
+        if refusal.get("kind") in ("unlisted", "denied", "address-private", "address-denied"):
+            words = ["sandbox", "net", "allow", session.name, a_rule(rule)]
+            return f"to allow it: {quote_all(words)}"
+    return f"see: sandbox net log {session.name}"
 
 
 def start_proxy(engine: Engine, session: Session) -> None:
@@ -3174,15 +3266,20 @@ def network_of(session: Session, config: Config) -> Any:
 
 
 def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force, those of --allow for good: see set_rules()."""
+    """Put an existing session's rules in force, those of --allow and --net none for good.
+
+    See set_rules().
+    """
     if not session.proxy:
         return True
     with lock_settings(session.name):  # and read again: somebody may have changed them
-        config = session_config(session, None, request.flags, request.args.profile)
+        asked = is_closed(request.flags.values.get("network"))  # what it cannot be changes nothing
+        config = session_config(session, None, request.flags if asked else None,
+                                request.args.profile)
         network = network_of(session, config)
         if not set_rules(engine, session, network, start):
             return False
-        if isinstance(request.flags.values.get("network"), dict):
+        if asked:
             write_settings(session.name, read_settings(session.name) | {"network": network})
     return True
 
@@ -3206,8 +3303,50 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
     status, out, err = Output(argv, LONG_SECONDS).result()
     if not out:
         raise engine.failure(err)
-    show(out.rstrip("\n"))
+    if decision := decision_of(out):  # marked as what it is: in the log such a line is traffic
+        show(to_json({"check": True} | decision))
     return status
+
+
+# --- Ports ---
+
+
+def short_port(port: str) -> str:
+    """A published port as `ps` shows it: 3000->80, behind its address where that is another one."""
+    place, _, inner = port.removeprefix("127.0.0.1:").rpartition(":")
+    return f"{place}->{inner}"
+
+
+def unheard_ports(engine: Engine, name: str, ports: Sequence[str]) -> list[str]:
+    """A line for each published port on which a program in a running session listens in vain.
+
+    What listens on 127.0.0.1 inside is not reached from outside.
+    """
+    inner = {int(port.partition("/")[0].rpartition(":")[2]): port for port in ports
+             if not port.endswith("/udp")}
+    argv = engine.exec_argv(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"], user="0:0")
+    out = ""
+    with suppress(EngineProblem):
+        out = Output(argv).result(LISTENERS_BYTES)[1] if inner else ""
+    heard: dict[int, set[str]] = {}
+    for fields in map(str.split, out.splitlines()):
+        if len(fields) > 3 and fields[3] == "0A":  # it listens
+            address, _, number = fields[1].partition(":")
+            with suppress(ValueError):
+                heard.setdefault(int(number, 16), set()).add(address)
+    return [f"nobody reaches port {short_port(port)} of {name}: what listens there does so on "
+            "127.0.0.1 inside; start it with 0.0.0.0 as its address (often --host 0.0.0.0)"
+            for number, port in inner.items()
+            if (found := heard.get(number)) and all(map(is_loopback, found))]
+
+
+LISTENERS_BYTES = 1 << 20
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address of /proc/net/tcp or tcp6, in words of which each is reversed, is one."""
+    four = address.removeprefix("0000000000000000FFFF0000")
+    return (len(four) == 8 and four.endswith("7F")) or address == "0" * 24 + "01000000"
 
 
 # --- Commands in a session ---
@@ -3219,7 +3358,7 @@ class RunRequest:
     def __init__(self, args: argparse.Namespace, *, look: bool) -> None:
         self.args = args
         self.looked = look
-        self.flags = flags_layer(args)
+        self.flags = self.kept = flags_layer(args)  # what was given, and of it what is kept
         data = read_config()
         self.config = load_config(self.flags, args.profile, data=data)
         current_directory()  # raises when it is gone
@@ -3236,6 +3375,10 @@ class RunRequest:
                 self.engines[0].ask_ahead()
             self.looked = look or not known or not known[1].id
             found = None if self.looked else known
+            if found and has_ended(found[1]):
+                engine, session = find_session(self.engines, self.name)
+                if session:  # where it is gone, what follows says so
+                    found, self.looked = (engine, session), True
             engine, self.session = found or find_session(self.engines, self.name)
             self.engines = [engine]
             if known and not self.session and not self.config.is_given("network"):
@@ -3254,7 +3397,8 @@ class RunRequest:
                 check_mounts(self.spec)
             check_spec(self.spec)
         self.env = exec_env(self.config, self.spec)
-        given = self.session.variables() if self.session and self.agent else []
+        before = self.session or self.source
+        given = before.variables() if before and self.agent else []
         if lost := [name for name in (item.rstrip("=") for item in given) if name not in self.env]:
             say(f"{self.name} was created with -e {' '.join(lost)}, whose value is not kept: "
                 "give it again")
@@ -3283,8 +3427,9 @@ class RunRequest:
         """Plan a duplicate of a session. The ports that it was given are its own."""
         self.engines, self.source = [engine], source
         flags = Layer({"ports": [], **self.flags.values}, "flags")
+        flags.variables = self.flags.variables
         self.settings = settings_beside(source, flags)
-        self.config, self.flags, self.spec = recreation(source, flags, self.args.profile)
+        self.config, self.kept, self.spec = recreation(source, flags, self.args.profile)
 
     def workdir(self) -> str:
         """The current directory as the container sees it, or the top of what is mounted."""
@@ -3532,7 +3677,7 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
             return "", 0
         if gone:
             raise engine.failure(err)
-        _, _, state, code, _ = engine.read_inspected(out)
+        _, _, state, code, _, _ = engine.read_inspected(out)
         if state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
@@ -4025,20 +4170,25 @@ class Attachment:
 
     def close(self) -> None:
         """End the client of the engine: the end of its stdin is how one leaves."""
-        Output.close(self.out, *([self.to] if self.to >= 0 else []))
+        if self.to >= 0:
+            os.close(self.to)
+        os.set_blocking(self.out, False)
         until = time.monotonic() + GONE_SECONDS
         while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > until:
                 with suppress(ProcessLookupError):
                     os.killpg(self.pid, 9)
+            with suppress(BlockingIOError):  # or it would wait for us
+                while os.read(self.out, 65536):
+                    pass
             time.sleep(0.001)
-        self.code = self.code or exit_status(found[1])
+        if not self.left:
+            self.code = exit_status(found[1])
         if self.err >= 0:
             os.set_blocking(self.err, False)
             with suppress(BlockingIOError):
                 self.read_errors()
-        if self.err >= 0:
-            os.close(self.err)
+        Output.close(self.out, *([self.err] if self.err >= 0 else []))
         if self.errors and not self.left:
             sys.stderr.buffer.write(self.errors)
             sys.stderr.flush()
@@ -4385,7 +4535,7 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
         if request.source:
             home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
         engine, session = create_session(request.engines, request.name, request.config,
-                                         request.flags, request.spec, home)
+                                         request.kept, request.spec, home)
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4404,7 +4554,7 @@ def choose_session(args: argparse.Namespace) -> None:
 
     The name that was chosen becomes that of -n.
     """
-    if args.new or args.rm_on_exit or not (on_terminal() and can_ask()):
+    if args.new or args.source or args.rm_on_exit or not (on_terminal() and can_ask()):
         return
     config = load_config(flags_layer(args), args.profile)
     here = [] if config.get("containerName") else sessions_here(config, args)
@@ -4495,8 +4645,15 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
-        for line in refusals(engine, session, since):
+        refused = refusals(engine, session, since)
+        for line in refused:
             say(line)
+        ports = session.created()[0]["ports"] if on_terminal() else []
+        for line in unheard_ports(engine, session.name, ports) if ports else ():
+            say(line)
+        if request.agent and not request.args.background:
+            call_back(request, news(session.name, "error" if status else "end",
+                                    refused[-1] if refused else "", status=status))
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
@@ -4513,12 +4670,37 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         command = again
 
 
+def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
+    """Ring the terminal, and tell the person's own command, which nobody here waits for."""
+    if os.isatty(2):
+        print("\a", end="", file=sys.stderr, flush=True)
+    if not (command := request.config.get("notify")):
+        return
+    apart, end = os.pipe()
+    if os.fork():
+        os.close(end)
+        os.read(apart, 1)  # until a signal to our group no longer reaches it
+        os.close(apart)
+        return
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1) if os.isatty(2) else (0, 1, 2):  # who reads our output waits for its end
+            os.dup2(null, fd)
+        os.close(end)
+        if failure := notify(command, event):
+            write_private(os.path.join(sandbox_home(), "logs", "notify.log"), f"{failure}\n")
+            say(failure)
+    finally:
+        os._exit(0)
+
+
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 
 def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
     """The command that goes on after a run: with all that the session does not remember itself."""
-    (_, kept), known, flags = session.created(), session.variables(), request.flags
+    (_, kept), known, flags = session.created(), session.variables(), flags_layer(request.args)
     words = ["sandbox", "run", "-n", session.name]
     profile, default = request.config.profile, load_config().get("runtime")
     if engine.name != (default or next(filter(program, ENGINES), "")):
@@ -4746,13 +4928,13 @@ def cmd_cp(args: argparse.Namespace) -> int:
         raise SandboxError("a path has a control character or a byte that is not UTF-8",
                            "engines would take another one for it")
     if name:
-        return call(engine.argv("copy", f"{session.id}:{inner}", outer))
+        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
     into = [os.path.basename(outer.rstrip("/"))]
     if into == ["."] and os.path.isdir(outer):  # its content
         into = os.listdir(outer)
     elif not in_session(engine, session, ["test", "-d", inner]):
         into = [""]
-    status = call(engine.argv("copy", outer, f"{session.id}:{inner}"))
+    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
     if not status and session.user != "0:0":  # engines make it root's
         copied = [os.path.join(inner, item).rstrip("/") for item in into]
         if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
@@ -4784,6 +4966,8 @@ def cmd_recreate(args: argparse.Namespace) -> int:
         check_spec(spec)
     else:
         check_recreation(session, spec)
+    if not (args.in_use or may_remove(engine, session, what="Create its container anew")):
+        raise SandboxError(f"{session.name} was left as it is")
     with_remedies(partial(recreate_session, engine, session, config, kept, spec), args.yes)
     settings = settings_beside(session, flags)
     with lock_settings(session.name):
@@ -4814,6 +4998,11 @@ def cmd_ps(args: argparse.Namespace) -> int:
         print("".join(f"{row['name']}\n" for row in rows), end="")
     else:
         print_table(rows)
+        for row in rows if os.isatty(1) else ():
+            if row["ports"] and row["state"] == "running":
+                engine = ENGINES[row["runtime"]]()
+                for line in unheard_ports(engine, row["name"], row["ports"]):
+                    say(line)
     return 0
 
 
@@ -4855,13 +5044,17 @@ def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
         print("".join(f"{row['id']}\n" for row in rows), end="")
     else:
         print_columns(("id", "kind", "state", "status", "started", "ended", "what"), rows)
+        ports = session.created()[0]["ports"] if session.state == "running" else []
+        for line in unheard_ports(engine, session.name, ports) if ports else ():
+            say(line)
     return 0
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    columns = ("name", "state", "agent", "runs", "profile", "network", "image", "created",
+    columns = ("name", "state", "agent", "runs", "profile", "network", "ports", "image", "created",
                "directory")
-    print_columns(columns, [{**row, "runs": shown_running(row["running"])} for row in rows])
+    print_columns(columns, [{**row, "runs": shown_running(row["running"]),
+                             "ports": ", ".join(map(short_port, row["ports"]))} for row in rows])
 
 
 def shown_running(running: Sequence[Mapping[str, str]]) -> str:
@@ -5009,7 +5202,7 @@ def show_command(args: argparse.Namespace) -> int:
             calls = [*([engine.argv("restart", session.proxy)] if calls else []), rules, *calls]
     else:
         engine, rootless = pick_engine(request.engines)
-        labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
+        labels = labels_of(request.config, request.kept, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
         if request.source and request.source.home:
@@ -5489,7 +5682,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "cp": ("copy between this machine and a session", "copied target", cmd_cp),
     "rm": ("remove containers", "names in_use", cmd_rm),
     "recreate": ("create a session's container anew, its conversations stay",
-                 "session profile allow allow_engine_socket yes verbose", cmd_recreate),
+                 "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
     "rename": ("give a session another name", "session new_name", cmd_rename),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),

@@ -32,7 +32,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
         record_terminal forget_terminal recorded_terminals title_of agent_of cannot_hold
         is_unheld STARTUP_SECONDS
     processes: spawn wait_for Output end_on_signals
-    people: say report Step Remedy with_remedies install_commands
+    people: say report Step Remedy with_remedies install_commands news notify
 """
 
 from __future__ import annotations
@@ -116,6 +116,11 @@ CUTS = 5  # of a holder's clients, each within a second, before its terminal is 
 STOP_SECONDS = 15
 DETACH_SECONDS = 2  # for an engine's client to end after its input has
 WEBSOCKETS_MAJOR = 13  # the oldest websockets that works
+KEPT_NEWS = 500
+LAST_WORDS_BYTES = 256 * 1024  # of a turn's output, in which its answer is looked for
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2, 60  # between two calls of the person's command for a kind
+TYPING_SECONDS = 3  # in which a terminal's bell answers a key
+REFUSED_HOSTS, HOST_CHARS = 1000, 280  # that one reader of a proxy's log tells
 LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it kept
 
 Params = Mapping[str, str]
@@ -629,6 +634,7 @@ class App(ThreadingHTTPServer):
         self.gateway = Gateway(config.get("serverUser"), self.password, f"{state}.json", address,
                                tls is not None, config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
+        self.news = News()
         self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
@@ -1685,8 +1691,10 @@ def post_prompt(app: App, request: Request, params: Params) -> Answer:
                        "set agentPromptCommand in its settings")
     agents = template == prompt_template(session.agent, None, {})
     shown = {"prompt": prompt, "agent": session.agent if agents else ""}
-    return json_answer(start_job(engine, session, "prompt", insert_prompt(template), shown,
-                                 {"SANDBOX_PROMPT": prompt}), 201)
+    job = start_job(engine, session, "prompt", insert_prompt(template), shown,
+                    {"SANDBOX_PROMPT": prompt})
+    app.news.expect(engine, session, job)
+    return json_answer(job, 201)
 
 
 def insert_prompt(template: str) -> str:
@@ -1772,6 +1780,221 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
     sandbox.signal_tagged(engine, session, tag, "TERM", 3)
 
 
+# --- News ---
+# What a person comes back for: a turn that has ended, an agent that waits, a refusal, an error.
+# Pages ask for it; the person's own command (`notify`) is called for it, page or no page.
+
+
+class News:
+    """The last news of each kind in each session.
+
+    Where many of a kind come, what was said before the last one goes: the command is called for a
+    kind after a pause, which grows as long as more come, and once at a time for a session.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.number = 0
+        self.last: dict[tuple[str, str], dict[str, Any]] = {}
+        # What the caller of a kind has to say next, and whose turn it is to call.
+        self.waiting: dict[tuple[str, str], dict[str, Any] | None] = {}
+        self.turns: dict[str, threading.Lock] = {}
+        # How many want to hear of the refusals of a session, and the process that reads them.
+        self.listeners: dict[str, int] = {}
+        self.readers: dict[str, int] = {}
+
+    def tell(self, session: Session, what: str, text: str, **more: Any) -> None:
+        event = sandbox.news(session.name, what, text, **more)
+        key, now = (session.name, what), time.time()
+        with self.lock:
+            self.number = max(self.number + 1, int(now * 1000))  # also after a restart of ours
+            self.last.pop(key, None)
+            self.last[key] = {**event, "number": self.number, "time": iso(now)}
+            while len(self.last) > KEPT_NEWS:
+                del self.last[next(iter(self.last))]
+            called = key in self.waiting
+            self.waiting[key] = event
+        if not called:
+            threading.Thread(target=self.call, args=(session, key), daemon=True).start()
+
+    def call(self, session: Session, key: tuple[str, str]) -> None:
+        """Call the person's command for a kind until there is nothing more to say."""
+        pause = PAUSE_SECONDS
+        while event := self.next(key):
+            failure = ""
+            with self.lock:
+                turn = self.turns.setdefault(session.name, threading.Lock())
+            try:
+                if command := sandbox.session_config(session).get("notify"):
+                    with turn:
+                        failure = sandbox.notify(command, event)
+            except SandboxError as error:
+                failure = f"notify: {error.message}"
+            if failure:
+                log(f"{session.name}: {failure}")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def next(self, key: tuple[str, str]) -> dict[str, Any] | None:
+        with self.lock:
+            event = self.waiting.pop(key, None)
+            if event:
+                self.waiting[key] = None
+            return event
+
+    # Turns.
+
+    def expect(self, engine: Engine, session: Session, job: Mapping[str, Any]) -> None:
+        """Tell the end of a turn; where this server ends before, the next one does."""
+        with suppress(OSError), open(f"{job_folder(session.name, job['id'])}/untold", "wb"):
+            pass
+        threading.Thread(target=self.wait_for_turn, args=(engine, session, job["id"]),
+                         daemon=True).start()
+
+    def resume(self) -> None:
+        """Go on with what another server has expected."""
+        for name in job_ids(""):
+            for id in job_ids(name):
+                with suppress(WebError, SandboxError):
+                    if os.path.exists(f"{job_folder(name, id)}/untold"):
+                        self.expect(*find(name), read_job(name, id))
+
+    def wait_for_turn(self, engine: Engine, session: Session, id: str) -> None:
+        folder = job_folder(session.name, id)
+        with suppress(OSError, WebError):
+            with self.refusals(engine, session), open(f"{folder}/lock", "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)  # which its supervisor has until it ends
+            job = read_job(session.name, id)
+            os.unlink(f"{folder}/untold")  # of several servers one tells it
+            if job["state"] != "cancelled":
+                failed = job["exit"] != 0
+                text = last_words(output_tail(session.name, id, LAST_WORDS_BYTES),
+                                  job.get("agent", ""), failed)
+                self.tell(session, "error" if failed else "turn", text or job["error"] or "",
+                          turn=id, status=job["exit"])
+
+    # Refusals.
+
+    @contextmanager
+    def refusals(self, engine: Engine, session: Session) -> Iterator[None]:
+        """Tell meanwhile what the session's proxy refuses; one reader serves all who want that."""
+        name = session.name
+        with self.lock:
+            self.listeners[name] = self.listeners.get(name, 0) + 1
+            if session.proxy and self.listeners[name] == 1:
+                with suppress(OSError):
+                    self.read_refusals(engine, session)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.listeners[name] -= 1
+                if not self.listeners[name]:
+                    del self.listeners[name]
+                    if pid := self.readers.pop(name, 0):
+                        os.kill(pid, signal.SIGTERM)
+
+    def read_refusals(self, engine: Engine, session: Session) -> None:
+        argv = engine.logs_argv(session.proxy, follow=True, since=time.time())
+        out, end = os.pipe()
+        null = os.open(os.devnull, os.O_RDWR)
+        try:
+            pid = sandbox.spawn(argv, fds={0: null, 1: end, 2: null}, own_group=True)
+        except OSError:
+            os.close(out)
+            raise
+        finally:
+            sandbox.Output.close(null, end)
+        self.readers[session.name] = pid
+
+        def read() -> None:
+            told: set[str] = set()
+            with open(out, "rb") as lines:
+                while line := lines.readline(CHUNK_BYTES):
+                    entry = sandbox.decision_of(line) or {}
+                    host = f"{entry.get('host')} port {entry.get('port')}"[:HOST_CHARS]
+                    if (entry.get("verdict") == "deny" and host not in told
+                            and len(told) < REFUSED_HOSTS):
+                        told.add(host)
+                        self.tell(session, "refused", f"{host}: {entry.get('reason')}")
+            with self.lock:
+                if self.readers.get(session.name) == pid:
+                    del self.readers[session.name]
+            sandbox.wait_for(pid)
+
+        threading.Thread(target=read, daemon=True).start()
+
+
+CONTROL = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?)")
+
+
+def last_words(output: str, agent: str, failed: bool) -> str:
+    """What the end of a turn's output says: an agent's answer, or else its last line.
+
+    Of a turn that has failed the last line that is no event comes first.
+    """
+    answer, goes_on, plain = "", False, ""
+    says = sandbox.AGENTS[agent].says if agent in sandbox.AGENTS else []
+    for line in output.split("\n"):
+        event: Any = None
+        with suppress(ValueError):
+            event = sandbox.parse_json(line) if says and line.startswith("{") else None
+        if not isinstance(event, dict):
+            plain = line if line.strip() else plain
+            continue
+        found: Any = event if event.get("role") != "user" else None
+        for key in says:
+            found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, str) and found.strip():
+            answer = answer + found if goes_on else found
+        goes_on = event.get("delta") is True
+    return CONTROL.sub("", plain or answer if failed else answer or plain)
+
+
+class Calls:
+    """Hears a terminal call for its person: a bell, or a notification (OSC 9 or 777)."""
+
+    OSC = re.compile(rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+    CALL = re.compile(rb"\x1b\](?:9;(?!\d+;)|777;notify;(?:([^;\x07\x1b]*);)?)"
+                      rb"([^\x07\x1b]*)(?:\x07|\x1b\\)")  # OSC 9;4 is a progress bar
+    UNFINISHED = re.compile(rb"\x1b(\][^\x07\x1b]{0,4096}\x1b?)?\Z")
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.terminal, self.rest = terminal, b""
+        self.typed = -TYPING_SECONDS * 1.0  # when something was typed last
+
+    def hear(self, data: bytes) -> None:
+        """Take what the program has printed just now, and never again what was there before."""
+        if not self.rest and b"\x07" not in data and b"\x1b" not in data:
+            return
+        data = self.rest + data
+        unfinished = self.UNFINISHED.search(data, max(0, len(data) - 4200))
+        self.rest = unfinished[0] if unfinished else b""
+        data = data[: len(data) - len(self.rest)]
+        if calls := self.CALL.findall(data):
+            self.tell("waits", (calls[-1][1] or calls[-1][0]).decode(errors="replace"))
+        elif (b"\x07" in self.OSC.sub(b"", data)
+              and time.monotonic() - self.typed > TYPING_SECONDS):
+            self.tell("waits", "the terminal rang its bell")
+
+    def ended(self, status: int) -> None:
+        """Tell the end of an agent, unless a person has closed its terminal."""
+        if self.terminal.run == "agent" and not self.terminal.closing:
+            self.tell("error" if status else "end", "", status=status)
+
+    def tell(self, what: str, text: str, status: int | None = None) -> None:
+        terminal = self.terminal
+        terminal.app.news.tell(terminal.session, what, text, turn=terminal.id, status=status)
+
+
+def get_news(app: App, request: Request, _params: Params) -> Answer:
+    """What has happened ?after=<number> of the last one that is known."""
+    after = request.number("after", 0, 0, 1 << 60)
+    with app.news.lock:
+        rows = [row for row in app.news.last.values() if row["number"] > after]
+        return json_answer({"number": app.news.number, "news": rows})
+
+
 # --- Terminals ---
 
 
@@ -1808,6 +2031,13 @@ class Ring:
         """A piece of what follows a position that lies within the ring."""
         at = position % RING_BYTES
         return bytes(self.memory[at : at + min(CHUNK_BYTES, self.end - position)])
+
+
+    def last(self, count: int) -> bytes:
+        """The last bytes of it."""
+        at = (self.end - count) % RING_BYTES
+        first = bytes(self.memory[at : at + count])
+        return first + bytes(self.memory[: count - len(first)])
 
 
 class Viewer:
@@ -1931,6 +2161,7 @@ class Terminal:
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self.wake_write, False)
+        self.calls = Calls(self)
 
     # The client.
 
@@ -2061,8 +2292,9 @@ class Terminal:
 
     def pump(self) -> None:
         try:
-            while not self.is_done():
-                self.step()
+            with self.app.news.refusals(self.engine, self.session):
+                while not self.is_done():
+                    self.step()
         except Exception:
             log(traceback.format_exc().rstrip())
         finally:
@@ -2133,7 +2365,7 @@ class Terminal:
 
     def read_output(self) -> None:
         """Read until there is nothing more for now, and send it as one frame."""
-        size, over = 0, False
+        size, over, before = 0, False, self.ring.end
         try:
             while size < CHUNK_BYTES and not over:
                 data = os.read(self.out, CHUNK_BYTES)
@@ -2149,6 +2381,9 @@ class Terminal:
         if size:
             for viewer in self.viewers:
                 self.flush(viewer)
+            new = self.ring.end - max(before, self.awaited, self.ring.first)
+            if new > 0:  # and not what was there when we came
+                self.calls.hear(self.ring.last(new))
         if over:
             self.lose_client()
 
@@ -2235,6 +2470,8 @@ class Terminal:
     def end(self) -> None:
         """The program has ended, and all it has printed is in the ring."""
         self.ended, self.end_time = True, time.monotonic()
+        if self.status is not None:
+            self.calls.ended(self.status)
         self.app.terminals.write_down()
 
     def write_input(self) -> None:
@@ -2308,6 +2545,7 @@ class Terminal:
     def type(self, viewer: Viewer, data: bytes) -> None:
         if viewer is not self.writer or self.ended:
             return
+        self.calls.typed = time.monotonic()
         if not self.held:
             self.input += data
             return
@@ -2642,6 +2880,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/preview/{version}/{file*}", asset_route("preview/")),
     ("GET", "/api/profiles", get_profiles),
     ("GET", "/api/directories", get_directories),
+    ("GET", "/api/news", get_news),
     ("GET", "/api/sessions", get_sessions),
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
@@ -2949,7 +3188,8 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         raise SandboxError(f"cannot listen on {where}: {error.strerror}",
                            f"choose another {what}") from None
     lock.write({"pid": os.getpid(), **record})
-    threading.Thread(target=app.terminals.clean_up, daemon=True).start()
+    for begin in (app.terminals.clean_up, app.news.resume):
+        threading.Thread(target=begin, daemon=True).start()
     status = 0
 
     def stop(number: int, _frame: object) -> None:

@@ -44,9 +44,9 @@ class Namespaces(Engine):
     def inspect_argv(self, name: str) -> list[str]:
         return self.argv("inspect", name)
 
-    def read_inspected(self, out: str) -> tuple[str, str, str, int, dict[str, str]]:
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
         data = json.loads(out)
-        return data["id"], data["name"], data["state"], data["code"], data["labels"]
+        return data["id"], data["name"], data["state"], data["code"], 0, data["labels"]
 
     def is_name_taken(self, err: str) -> bool:
         return "there is already" in err
@@ -324,6 +324,13 @@ def copy(name: str, path: str) -> None:
         archive.add(source, source.name)
 
 
+def transfer(*places: str) -> None:
+    """Copy a file or folder between the machine and a container, as ID:PATH names it."""
+    source, target = (find(place.partition(":")[0]) / "root" / place.partition(":")[2].lstrip("/")
+                      if ":" in place else Path(place) for place in places)
+    sys.exit(subprocess.run(["cp", "-R", source, target]).returncode)
+
+
 def main(call: str, *args: str) -> None:
     if call == "facts":
         print("1.0 rootful")
@@ -342,8 +349,8 @@ def main(call: str, *args: str) -> None:
 
 CALLS: dict[str, Callable[..., None]] = {
     "create": create, "start": start, "stop": stop, "rename": rename, "remove": remove,
-    "exec": enter, "try": attempt, "logs": logs, "copy": copy, "volumes": print,
-    "remove-volume": remove_volume,
+    "exec": enter, "try": attempt, "logs": logs, "copy": copy, "cp": transfer,
+    "volumes": print, "remove-volume": remove_volume,
 }
 
 if __name__ == "__main__":

@@ -22,11 +22,14 @@ from conftest import IMAGE as TEST_IMAGE
 from conftest import ROOT, USER, Engine, Result, Terminal, unique_name, write_config
 from network import Guarded
 from outside import PUBLIC
-from service import Screen, Service
+from service import Screen, Service, wait_for
+from test_back import agents, typed
 from test_engines import container_names
 
 from sandbox import AGENTS
 from sandbox import SHORTCUTS as AGENT_OF
+
+__all__ = ["agents"]  # a fixture
 
 BUILD = ("build", "--iv", "1.0", "--iba", "TOOL=common")
 IMAGE = "localhost/sandbox:1.0-common"
@@ -374,6 +377,33 @@ def test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session: Session, ag
     assert session.name in container_names(session.engine)
 
 
+@on_docker
+def test_the_printed_command_leads_back_to_an_agent_that_is_logged_in(
+    engine: Engine, image: str, agents: Path
+) -> None:
+    """With its conversation; the key came in an env file, named by a relative path."""
+    session = Session(engine, unique_name(), engine.project, engine.home, engine.user)
+    write_stub_config(engine, session.home, without="ANTHROPIC_AUTH_TOKEN")
+    (session.project / "key.env").write_text("export ANTHROPIC_AUTH_TOKEN=stub\n")
+    prompt = unique_name()
+    with session.pty("--ef", "key.env", "-y", "c") as terminal:
+        type_prompt(terminal, "c", prompt)
+        terminal.expect("pong", timeout=60)
+        terminal.quiet()
+        terminal.send("\x03")
+        terminal.expect("again")
+        terminal.send("\x03")
+        terminal.expect("Keep it? [y] ")
+        terminal.send("\n")
+        assert terminal.wait() == 0
+    command = terminal.output.rpartition("to come back: ")[2].strip()
+    assert command == f"sandbox run -n {session.name} -- -c"
+    with typed(engine, agents, command) as shell:
+        type_prompt(shell, "c", "recall")
+        shell.expect(f"pong {prompt}", timeout=60)
+        assert "Not logged in" not in shell.output
+
+
 def settle() -> None:
     """Agents drop keys while they draw their first screen; keys at once are a paste to them."""
     time.sleep(1)
@@ -580,6 +610,10 @@ def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, 
     assert "by-the-agent" in json.dumps(tools[0]["input"])
     (text,) = texts(blocks)
     assert text.startswith("pong tool") and "by-the-agent" in text
+    (told,) = wait_for(lambda: [news for news in service.get("/api/news").json["news"]
+                                if news["turn"] == service.get(
+                                    f"/api/sessions/{name}/jobs").json[0]["id"]])
+    assert told["what"] == "turn" and told["text"] == text.splitlines()[-1][:300]
     (summary,) = [block for block in blocks if block["kind"] == "summary"]
     assert summary["tokens"]["in"] > 0
 

@@ -1,13 +1,19 @@
 """Coming back to a session: what is remembered, what is printed, asked and said, on each engine."""
 
+import contextlib
+import json
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import PYTHON, Engine, Terminal, unique_name, write_config
+from service import free_port
 from test_engines import container_names, inspect, sleeping, wait_for
+
+import sandbox
 
 PROMPT = "Keep it? [y] "
 
@@ -72,7 +78,7 @@ def test_the_printed_command_goes_on_as_it_was(
         terminal.expect(PROMPT)
         terminal.send("\n")
         assert terminal.wait() == 0
-    command = terminal.output.partition("to come back: ")[2].splitlines()[0]
+    command = terminal.output.rpartition("to come back: ")[2].splitlines()[0]
     assert command.startswith(f"sandbox run -n {name} ") and command.endswith(printed)
     resume = "resume --last" if "codex:" in seen else "-c"
     with typed(engine, agents, command, GIVEN="given", API_TOKEN="hush") as shell:
@@ -95,6 +101,14 @@ def test_a_session_remembers_files_and_names_and_no_value(engine: Engine, agents
     again = engine.sandbox(*run, "--", "-c", env=given)
     assert again.stdout == f"of the file,,s3cret-given,,p,,claude:{YOLO} -c:\n"
     assert f"{name} was created with -e PLAIN API_TOKEN, whose value is not kept" in again.stderr
+    assert engine.sandbox("recreate", name).returncode == 0
+    copy = f"{name}-copy"
+    duplicate = engine.sandbox("run", "--from", name, "-n", copy, "--ef", "later.env", env=given)
+    assert duplicate.stdout == f"of the file,yes,s3cret-given,,p,,claude:{YOLO}:\n"
+    for session, later in ((name, ""), (copy, "yes")):
+        again = engine.sandbox("run", "-n", session, env=given)
+        assert again.stdout == f"of the file,{later},s3cret-given,,p,,claude:{YOLO}:\n"
+        assert "-e PLAIN API_TOKEN, whose value is not kept" in again.stderr
     (engine.project / "file.env").write_text("FILE=rotated\n")
     again = engine.sandbox(*run, "-e", "PLAIN=x", "-e", "API_TOKEN=y")
     assert again.stdout.startswith("rotated,,,x,p,y,")
@@ -121,14 +135,14 @@ def made(engine: Engine, *options: str) -> str:
 
 def ask(engine: Engine, question: str, answer: str, *options: str) -> str:
     """The host name that a run without a name has printed, once it has asked and was answered."""
-    with engine.pty("run", *options, "-x", "echo on $(hostname)", cols=200) as terminal:
+    with engine.pty("run", *options, "-x", "echo host=$(hostname)", cols=200) as terminal:
         if question:
             terminal.expect(question)
             terminal.send(answer)
-        terminal.expect("on ")
+        terminal.expect("host=")
         terminal.expect("\n")
         assert ("Go on in" in terminal.output) is bool(question)
-        return terminal.output.rpartition("on ")[2].split()[0]
+        return terminal.output.rpartition("host=")[2].split()[0]
 
 
 def test_on_a_terminal_the_sessions_of_the_directory_are_offered(engine: Engine, project: Path,
@@ -270,6 +284,82 @@ def test_the_end_of_a_run_asks_for_others(engine: Engine, project: Path, home: P
         terminal.send("n\n")
         assert terminal.wait() == 0
         assert sleeping(engine, name, "98765") == 1
+
+
+# --- A session that was stopped ---
+
+
+def test_a_stopped_session_starts_without_a_word_of_the_engine(engine: Engine, project: Path,
+                                                               home: Path, name: str) -> None:
+    """However it was stopped, and whether a script or a person has used it before."""
+    run = ("run", "-n", name, "-x", "echo ran")
+    assert engine.sandbox(*run).returncode == 0
+    assert engine.sandbox(*run).stderr == ""
+    for end in ("stop -t 0", "kill", "restart -t 0"):
+        engine.run(*end.split(), name)
+        for _ in range(2):
+            answer = engine.sandbox(*run)
+            assert (answer.returncode, answer.stdout, answer.stderr) == (0, "ran\n", ""), end
+    engine.run("stop", "-t", "0", name)
+    with engine.pty(*run) as terminal:
+        assert terminal.wait() == 0
+    said = [line for line in terminal.output.splitlines() if "leaves it running" not in line]
+    assert said == ["ran"]
+
+
+# --- Ports ---
+
+SERVE = "python3 -m http.server 8123 --bind {} >/dev/null 2>&1"
+
+
+def status_at(port: int) -> str:
+    """The first line that a server at a port of this machine answers, '' for none."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as sock:
+        sock.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
+        return sock.recv(100).decode().partition("\r\n")[0]
+    return ""
+
+
+@pytest.mark.parametrize("address, heard", [
+    ("127.0.0.1", False), ("0.0.0.0", True), ("::", True)])
+def test_a_port_on_which_nobody_can_be_reached_is_explained(
+    engine: Engine, project: Path, home: Path, name: str, address: str, heard: bool
+) -> None:
+    port = free_port()
+    run = ("run", "-n", name, "-p", f"{port}:8123", "-p", f"127.0.0.2:{port}:9/udp")
+    assert engine.sandbox(*run, "-x", "true").returncode == 0
+    shown = f"{port}->8123, 127.0.0.2:{port}->9/udp"
+    (row,) = [row for row in json.loads(engine.sandbox("ps", "--json").stdout)
+              if row["name"] == name]
+    assert row["ports"] == [f"127.0.0.1:{port}:8123", f"127.0.0.2:{port}:9/udp"]
+    header, *lines = engine.sandbox("ps").stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name} ")]
+    assert line[header.index("PORTS"):].startswith(f"{shown}  ")
+    told = f"nobody reaches port {port}->8123 of {name}"
+
+    def ps() -> str:
+        with engine.pty("ps", cols=250) as terminal:
+            assert terminal.wait() == 0
+        return terminal.output
+
+    assert told not in ps()  # where nobody listens there is nothing to explain
+    with engine.popen("run", "-n", name, "-x", SERVE.format(address)):
+        listening = "grep -q ':1FBB 0*:0000 0A' /proc/net/tcp /proc/net/tcp6"
+        wait_for(lambda: engine.run("exec", name, "sh", "-c", listening).returncode == 0)
+        assert status_at(port) == ("HTTP/1.0 200 OK" if heard else "")
+        assert (told in ps()) is not heard
+        assert told not in engine.sandbox("ps").stderr
+        with engine.pty("run", "-n", name, "-x", "true", cols=250) as terminal:
+            assert terminal.wait() == 0
+        assert (told in terminal.output) is not heard
+
+
+@pytest.mark.parametrize("address, loopback", [
+    ("0100007F", True), ("0200007F", True), ("00000000", False), ("020011AC", False),
+    ("0" * 24 + "01000000", True), ("0" * 16 + "FFFF00000100007F", True), ("0" * 32, False),
+    ("0" * 16 + "FFFF0000020011AC", False), ("0" * 30 + "7F", False), ("", False)])
+def test_an_address_of_the_kernels_table_is_told(address: str, loopback: bool) -> None:
+    assert sandbox.is_loopback(address) is loopback
 
 
 # --- What exists stays in reach ---

@@ -65,7 +65,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "-x"], "-x needs a command"),
         (["run", "-x", "--", "ls"], "-x needs a command"),
         (["run", "-xbash"], "-x"),
-        (["ps", "x"], "x"),
+        (["ps", "one", "two"], "two"),
         (["rm"], "NAME"),
         (["config"], "show"),
         (["config", "shwo"], "shwo"),
@@ -259,7 +259,7 @@ def test_a_completion_script_is_valid(shell: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (["c"], ["config", "completion"]),
+        (["co"], ["config", "completion"]),
         (["run", "-y", "cl"], ["claude"]),
         (["run", "-r", ""], ["work"]),
         (["-n", "x", "--rm"], ["--rm-on-exit"]),

@@ -435,6 +435,8 @@ GOOD: list[tuple[str, Any, Any]] = [
      {"allow": ["example.org", "*.example.org:443"]}),
     ("agentPromptCommand", "claude -p {prompt}", "claude -p {prompt}"),
     ("autostart", "", ""),
+    ("notify", "tell 'me now' $HOME;", ["tell", "me now", "$HOME;"]),
+    ("notify", ["/a/../tell", ""], ["/tell", ""]),
     *(("yolo", word, name) for name, words in {
         "claude": ("c", "cc", "agent-a", "claude"),
         "gemini": ("gm", "g", "agent-b", "gemini"),
@@ -473,6 +475,7 @@ BAD: dict[str, list[Any]] = {
                 {"allow": ["a" * 64 + ".example.org"]}],
     "yolo": ["", "C", "agent-e", [], {}],
     "serverUser": ["", 7],
+    "notify": ["", " ", "it's", "''", "./tell", "bin/tell me", [], [""], ["a", 7], {}],
 }
 
 

@@ -650,8 +650,11 @@ def test_a_command_that_began_does_not_run_again_when_its_container_ends(
     run = ("run", "-n", name, "-x")
     folder, real = engine.directory(), shutil.which(engine.runtime)
     client = folder / engine.runtime
+    label = '{{index .Config.Labels "sandbox.home"}}'
     client.write_text(
-        f'#!/bin/sh\n{real} "$@"\ns=$?\n[ "$1" != exec ] || {real} {end} {name} >&2\nexit $s\n')
+        f'#!/bin/sh\n{real} "$@"\ns=$?\n[ "$1" = exec ] || exit $s\n'
+        f"home=$({real} inspect --format '{label}' {name})\n"
+        f'{real} {end} {name} >&2\n{real} volume rm $home >/dev/null 2>&1\nexit $s\n')
     client.chmod(0o755)
     where: dict[str, Any] = {"env": {"PATH": f"{folder}:{engine.environ()['PATH']}"}}
     for status in ENGINE_STATUS:
@@ -677,7 +680,7 @@ def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine,
                                                                  name: str) -> None:
     run = ("run", "-n", name, "-x", "echo ran")
     assert engine.sandbox(*run).stdout == "ran\n"
-    engine.run("rm", "-f", name)
+    engine.remove({name})
     answer = engine.sandbox(*run)
     assert (answer.returncode in ENGINE_STATUS, answer.stdout) == (True, "")
     assert "is gone, and whether" in answer.stderr

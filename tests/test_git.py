@@ -192,6 +192,20 @@ def test_a_worktree_of_any_name_at_any_path(engine: Engine, git_image: list[str]
     assert ran.stdout == f"## topic\n{odd.path}\n", ran.stderr
 
 
+def test_a_worktree_of_a_bare_repository(worktree: Worktree, git_image: list[str], name: str,
+                                         ) -> None:
+    """Which has no logs, no index and its HEAD detached from all worktrees."""
+    base = worktree.top.parent
+    worktree.host(base, "clone", "-q", "--bare", str(worktree.top), "bare")
+    worktree.host(base / "bare", "worktree", "add", "-q", str(base / "leaf"))
+    commit = "git commit -q --allow-empty -m inside && git status --short --branch"
+    ran = worktree.engine.sandbox("run", "-n", name, *git_image, *AS_AGENT, "-x", commit,
+                                  cwd=base / "leaf")
+    (said,) = ran.stderr.splitlines()
+    assert str(base / "bare") in said and ran.stdout == "## leaf\n"
+    assert worktree.host(base / "bare", "log", "-1", "--format=%s", "leaf") == "inside\n"
+
+
 def test_what_mounts_show_already_stays_as_it_is(worktree: Worktree, git_image: list[str],
                                                  name: str) -> None:
     """The repository that the person mounts is writable, as before; so is one that is the project.
@@ -205,8 +219,8 @@ def test_what_mounts_show_already_stays_as_it_is(worktree: Worktree, git_image: 
     assert worktree.host(worktree.top, "config", "a.b") == "c\n"
 
 
-def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Worktree, name: str,
-                                                 ) -> None:
+def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Worktree,
+                                                 git_image: list[str], name: str) -> None:
     below = worktree.top / "below"
     below.mkdir()
     os.chown(below, engine.uid, engine.gid)
@@ -214,9 +228,33 @@ def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Workt
     (said,) = ran.stderr.splitlines()
     assert f"git does not work in {below}" in said and f"-v {worktree.top}:{worktree.top}" in said
     assert engine.sandbox("run", "-n", name, "-x", "true", cwd=below).stderr == ""
-    mounted = engine.sandbox("run", "-n", f"{name}b", "-v", f"{worktree.top}:{worktree.top}",
-                             "-x", "ls -a ..", cwd=below)
-    assert mounted.stderr == "" and ".git" in mounted.stdout.split()
+    mounted = engine.sandbox("run", "-n", f"{name}b", *git_image, "-v",
+                             f"{worktree.top}:{worktree.top}", "-x", "touch f; git status --short",
+                             cwd=below)
+    assert (mounted.stdout, mounted.stderr) == ("?? ./\n", "")
+    other = engine.sandbox("run", "-n", f"{name}c", "--cp", "/work", "-x", "true", cwd=below)
+    assert "run from" in other.stderr and "-v" not in other.stderr
+
+
+def test_a_project_whose_repository_lies_elsewhere_gets_a_hint(engine: Engine, worktree: Worktree,
+                                                               name: str) -> None:
+    """A submodule, for one. What its .git says is not repeated as something to mount."""
+    worktree.host(worktree.top, "-c", "protocol.file.allow=always", "submodule", "-q", "add",
+                  str(worktree.path), "sub")
+    ran = engine.sandbox("run", "-n", name, "-x", "true", cwd=worktree.top / "sub")
+    (said,) = ran.stderr.splitlines()
+    assert "git does not work" in said and "leads to another place" in said and "-v" not in said
+
+
+def test_a_session_of_before_says_what_it_lacks(linked: tuple[Path, Path],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, admin = linked
+    monkeypatch.chdir(tree)
+    spec = sandbox.spec_of(sandbox.load_config())
+    before = {key: value for key, value in spec.items() if key != "git"}
+    assert sandbox.differences(before, spec) == [
+        f"git: it has none, asked for is {admin.parents[1]}"]
+    assert sandbox.differences(spec, spec) == []
 
 
 # --- What a .git says is not believed ---
@@ -252,7 +290,7 @@ LIES: dict[str, Callable[[Path, Path], object]] = {
     "another": lambda tree, admin: (tree / ".git").write_text(f"gitdir: {admin.parent}/b\n"),
     "control": lambda tree, admin: (tree / ".git").write_text(f"gitdir: {admin}\r\n"),
     "nul": lambda tree, admin: (tree / ".git").write_text(f"gitdir: {admin}\0\n"),
-    "long": lambda tree, _: (tree / ".git").write_text("gitdir: " + "a" * 100_000),
+    "long": lambda tree, _: (tree / ".git").write_text("gitdir: " + "a" * 300_000),
     "fifo": lambda tree, _: replace(tree / ".git", os.mkfifo),
     "link": lambda tree, _: replace(tree / ".git", lambda at: at.symlink_to("aside")),
     "folder": lambda tree, _: replace(tree / ".git", Path.mkdir),
@@ -464,12 +502,17 @@ def test_the_recipes_for_an_ssh_agent(worktree: Worktree, git_image: list[str], 
     recipe = recipe.replace("-n shop", f"-n {name} {image}")
     assert recipe.count("git push") == recipe.count("git commit") == 1
     recipe = recipe.replace("git push", "ssh-add -l").replace("git commit", "git commit -a")
-    script = (f"set -e\nsandbox() {{ {PYTHON} {engine.area}/app \"$@\"; }}\nmkdir -m 700 ~/.ssh\n"
-              f"touch ~/.ssh/known_hosts\nssh-keygen -q -t ed25519 -N '' -f ~/.ssh/id_ed25519\n"
-              f"{recipe}")
+    # podman keeps its images in the home directory
+    script = f"""set -e
+        home=$HOME HOME={folder}
+        sandbox() {{ HOME=$home {PYTHON} {engine.area}/app "$@"; }}
+        mkdir -m 700 ~/.ssh
+        touch ~/.ssh/known_hosts
+        ssh-keygen -q -t ed25519 -N '' -f ~/.ssh/id_ed25519
+        """ + recipe
     (worktree.path / "price").touch()
     worktree.host(worktree.path, "add", "price")
-    env = {"HOME": str(folder), "SANDBOX_HOME": str(folder / ".sandbox"), **AUTHOR}
+    env = {"SANDBOX_HOME": str(folder / ".sandbox"), **AUTHOR}
     ran = subprocess.run(["sh", "-c", script], stdin=subprocess.DEVNULL, capture_output=True,
                          text=True, **engine.where(cwd=worktree.path, env=env))
     for pid in re.findall(r"SSH_AGENT_PID=(\d+)", ran.stdout):

@@ -146,6 +146,40 @@ def test_a_home_belongs_to_an_ordinary_user_and_what_is_mounted_there_does_not(
     assert [path.stat().st_uid for path in (theirs, theirs / "file")] == [0, 0]
 
 
+def test_who_uses_it_is_asked_about_and_told(engine: Engine, project: Path, home: Path,
+                                             name: str) -> None:
+    said(engine, name, "true")
+    user = engine.popen("run", "-n", name, "-x", "touch began; sleep 1000")
+    wait_for((project / "began").exists)
+    with engine.pty("recreate", name) as recreate:
+        assert "sleep 1000" in recreate.expect("Create its container anew all the same? [y/N] ")
+        recreate.send("n\n")
+        recreate.expect(f"{name} was left as it is")
+        assert recreate.wait() == 1
+    assert user.poll() is None
+    recreated(engine, name)  # a script has decided
+    assert user.communicate(timeout=60)[1].endswith(
+        f"the session {name} was created anew by another command\n")
+
+
+def test_env_files_and_the_names_of_variables_go_along(engine: Engine, project: Path, home: Path,
+                                                       name: str) -> None:
+    files = [home / "a.env", home / "b.env"]
+    for path in files:
+        path.write_text(f"export FILE={path.name}\n")
+        path.chmod(0o644)
+    show = "echo $FILE $GIVEN"
+    given = {"GIVEN": "given"}
+    engine.sandbox("run", "-n", name, "--ef", str(files[0]), "-e", "GIVEN", "-x", "true", env=given)
+    recreated(engine, name)
+    assert engine.sandbox("run", "-n", name, "-x", show, env=given).stdout == "a.env given\n"
+    copied = engine.sandbox("run", "--from", name, "-n", f"{name}-2", "-x", show, env=given)
+    assert copied.stdout == "a.env given\n", copied.stderr
+    assert engine.sandbox("run", "-n", f"{name}-2", "-x", show, env=given).stdout == copied.stdout
+    recreated(engine, name, "--ef", str(files[1]))
+    assert said(engine, name, "echo $FILE") == "b.env\n"
+
+
 def test_what_fails_half_way_leaves_the_session_as_it_was(engine: Engine, project: Path,
                                                           home: Path, name: str) -> None:
     said(engine, name, "echo kept >~/file; echo kept >/tmp/file")

@@ -485,23 +485,32 @@ def test_what_was_not_kept_goes_only_when_one_says_so(workspace: Workspace) -> N
     assert (workspace.top / "code").read_text() == "x"
 
 
+LATER = """
+import runpy, sys, time
+now, trace = time.time_ns, open(sys.argv[1], "w")
+time.time_ns = lambda: now() + 10**10  # no file is as new as the snapshot
+sys.addaudithook(lambda event, about: trace.write(f"{event} {about[0]!r}\\n")
+                 if event in ("open", "subprocess.Popen", "os.exec") else None)
+sys.argv = sys.argv[2:]
+try:
+    runpy.run_path(sys.argv[0], run_name="shadow")["main"](sys.argv[1:])
+finally:
+    trace.flush()
+"""
+
+
 def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
-    """The store could not know better: the file's times and numbers are those of before."""
+    """No file of it is opened, and git is not asked either."""
     workspace.write({"a": "1", "b/c": "2"})
-    for path in (workspace.top / "a", workspace.top / "b" / "c"):
-        os.utime(path, (1, 1))
-    past = "import time; now = time.time_ns; time.time_ns = lambda: now() + 10**10; import sys;" \
-        "import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    trace = ["strace", "-f", "-e", "trace=openat,execve", "-o", str(workspace.area / "trace")]
+    trace = workspace.area / "trace"
     argv = workspace.argv("snapshot", {})
-    argv[3:3] = ["-c", past]
-    subprocess.run(argv, env=workspace.env, check=True, capture_output=True)
-    subprocess.run(argv, env=workspace.env, check=True, capture_output=True)
-    if shutil.which("strace"):
-        subprocess.run([*trace, *argv], env=workspace.env, check=True, capture_output=True)
-        text = (workspace.area / "trace").read_text()
-        assert '"b"' in text and '"c"' not in text and '"a"' not in text
-        assert text.count("execve(") == 1  # no git either
+    argv[3:3] = ["-c", LATER, str(trace)]
+    for opened in (True, False):
+        subprocess.run(argv, env=workspace.env, check=True, capture_output=True)
+        text = trace.read_text()
+        assert "open 'b'\n" in text
+        assert ("open 'a'\n" in text, "open 'c'\n" in text) == (opened, opened)
+        assert ("subprocess.Popen" in text) == opened
 
 
 def test_a_file_that_changes_within_the_same_tick_is_read_again(workspace: Workspace) -> None:
@@ -600,6 +609,7 @@ def test_undo_of_a_path(workspace: Workspace) -> None:
     workspace.call("undo", paths=["a/b"])
     assert sorted(workspace.state()) == [b".", b"a", b"a/c", b"ab"]
     workspace.call("undo", paths=["./a"])
+    workspace.call("diff", paths=["nope"], fails=1)
     assert os.listdir(workspace.top) == ["ab"]
     nothing = workspace.call("undo", paths=["nope"], fails=1)
     assert "nothing is to change at nope" in nothing["error"]
@@ -652,6 +662,55 @@ def test_undo_keeps_exactly_the_persons_edits(workspace: Workspace, seed: int) -
     assert found == expected
     assert workspace.call("redo")["left"] == []
     assert workspace.state() == before_undo
+
+
+def test_a_turn_that_was_never_ended_ends_with_the_next_snapshot(workspace: Workspace) -> None:
+    workspace.write({"a": "old"})
+    workspace.call("snapshot", turn={"id": "killed"})
+    workspace.write({"a": "new"})
+    workspace.call("undo")
+    assert (workspace.top / "a").read_text() == "old"
+    workspace.call("redo")
+    workspace.call("snapshot", turn={"id": "next"})
+    workspace.write({"b": "next"})
+    workspace.call("snapshot", end="next")
+    assert list(rows(workspace.call("diff", turn="killed"))) == ["a"]
+
+
+def test_a_file_in_the_way_of_a_directory_is_left(workspace: Workspace) -> None:
+    workspace.write({"to-file/x": "x", "to-dir": "d", "mode/x": "x"})
+    with workspace.turn():
+        for name in ("to-file", "to-dir"):
+            subprocess.run(["rm", "-r", name], cwd=workspace.top, check=True)
+        workspace.write({"to-file": "f", "to-dir/y": "y", "mode/x": "agent"})
+        (workspace.top / "mode").chmod(0o700)
+    workspace.write({"to-file": "person", "to-dir/y": "person"})
+    (workspace.top / "mode").chmod(0o711)
+    left = {row["path"] for row in workspace.call("undo")["left"]}
+    assert left == {"to-file", "to-dir", "to-dir/y", "mode"} - {"to-dir/y"} | (left & {"to-dir/y"})
+    assert (workspace.top / "to-file").read_text() == "person"
+    assert (workspace.top / "to-dir/y").read_text() == "person"
+    assert (workspace.top / "mode").stat().st_mode & 0o777 == 0o711
+    assert (workspace.top / "mode/x").read_text() == "x"
+
+
+def test_a_restored_file_belongs_to_whom_its_directory_does(workspace: Workspace) -> None:
+    workspace.write({"d/a": "1", "d/b": "1"})
+    for path in (workspace.top / "d", workspace.top / "d/a", workspace.top / "d/b"):
+        os.chown(path, 1234, 1234)
+    with workspace.turn():
+        workspace.write({"d/a": "2"})
+        (workspace.top / "d/b").unlink()
+    workspace.call("undo")
+    assert [os.stat(workspace.top / "d" / name).st_uid for name in "ab"] == [1234, 1234]
+
+
+def test_snapshots_wait_for_each_other(workspace: Workspace) -> None:
+    many(workspace, "old")
+    started = [subprocess.Popen(workspace.argv("snapshot", {"turn": {"id": f"p{at}"}}),
+                                env=workspace.env, stdout=subprocess.DEVNULL) for at in range(4)]
+    assert [process.wait(60) for process in started] == [0] * 4
+    assert len(workspace.call("log")["turns"]) == 4
 
 
 # --- Copies ---

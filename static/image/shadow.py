@@ -30,8 +30,8 @@ Exit codes: 0; 1 failed; 2 usage.
 import codecs
 import contextlib
 import fcntl
+import gc
 import hashlib
-import itertools
 import json
 import marshal
 import os
@@ -49,12 +49,13 @@ from typing import IO, Any, NamedTuple
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
+LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 ASKED_BYTES = 32 * 1024  # less than a pipe holds, or git and we wait for each other
 FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
 KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
-PACKED = {b"commit": 1, b"tree": 2, b"blob": 3}
+PACKED = {b"tree": 2, b"blob": 3}
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CONFIG = """\
 [core]
@@ -65,6 +66,9 @@ CONFIG = """\
 	excludesFile = /dev/null
 	hooksPath = /dev/null
 	fsmonitor = false
+[user]
+	name = shadow
+	email = shadow
 [extensions]
 	objectformat = sha256
 [merge]
@@ -74,8 +78,7 @@ CONFIG = """\
 
 # --- What the host may execute or obey later: a pattern of the whole path, the reason ---
 
-RISKS = [(re.compile(rf"(?:.*/)?(?:{pattern})", re.IGNORECASE | re.DOTALL), reason) for
-         pattern, reason in (
+RISKS = (
     (r"\.git/(?:.*/)?config(?:\.worktree)?", "git runs programs that this file names"),
     (r"\.git/(?:.*/)?hooks/(?!.*\.sample$).*", "git runs it at a commit, merge or checkout"),
     (r"\.git/(?:.*/)?info/attributes|\.gitattributes", "tells git which filters to run"),
@@ -117,7 +120,10 @@ RISKS = [(re.compile(rf"(?:.*/)?(?:{pattern})", re.IGNORECASE | re.DOTALL), reas
      "a tool executes it to configure itself"),
     (r"[^/]*\.(?:desktop|lnk|scpt|command|reg)|autorun\.inf|desktop\.ini",
      "a desktop may execute it"),
-)]
+)
+# The shortest way to one of them counts: what lies in a .git is git's, whatever its name.
+RISK = re.compile(f"(?:.*?/)??(?:{'|'.join(f'({pattern})' for pattern, _ in RISKS)})",
+                  re.IGNORECASE | re.DOTALL)
 # Of these only what installing and building run counts, not the order of dependencies.
 RUNS = {"package.json": ("scripts", "bin", "husky", "lint-staged", "simple-git-hooks", "gypfile",
                          "packageManager", "workspaces"),
@@ -136,9 +142,9 @@ Seen = tuple[Any, bytes, str]  # key, object and kind
 class Failure(Exception):
     """What ends the request, and what one can do about it."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", code: int = 1) -> None:
         super().__init__(message)
-        self.hint = hint
+        self.hint, self.code = hint, code
 
 
 class Entry(NamedTuple):
@@ -157,6 +163,8 @@ def printable(text: str) -> str:
 
 def canonical(path: str) -> str:
     """The path, with .git for each part that some file system takes for that."""
+    if path.isascii() and "git" not in path.lower():
+        return path
     parts = ((part, re.sub("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]", "", part)
               .partition(":")[0].rstrip(" .").lower()) for part in path.split("/"))
     return "/".join(".git" if plain in (".git", "git~1") else part for part, plain in parts)
@@ -179,83 +187,14 @@ def below(path: str, tops: Sequence[str] | set[str]) -> bool:
 # --- The store: packs, git on objects, the state ---
 
 
-class Pack:
-    """Objects on their way into the store. git sees them when finish() has named the index."""
-
-    def __init__(self, folder: str, known: Callable[[], set[bytes]], most: int) -> None:
-        self.folder, self.find_known, self.most = folder, known, most
-        self.rows: dict[bytes, tuple[int, int]] = {}
-        self.known: set[bytes] | None = None
-        self.size = 12
-
-    def put(self, kind: bytes, data: bytes) -> bytes:
-        digest = hashlib.sha256(b"%s %d\0" % (kind, len(data)))
-        digest.update(data)
-        name = digest.digest()
-        if self.known is None:
-            self.known = self.find_known()
-            self.path = os.path.join(self.folder, f"tmp-{secrets.token_hex(8)}")
-            self.file = open(self.path, "w+b", buffering=1 << 20)  # noqa: SIM115 - for all puts
-            self.file.write(bytes(12))
-        if name in self.known:
-            return name
-        self.known.add(name)
-        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
-        while size:
-            head[-1] |= 128
-            head.append(size & 127)
-            size >>= 7
-        record = bytes(head) + zlib.compress(data, 1)
-        self.rows[name] = zlib.crc32(record), self.size
-        self.file.write(record)
-        self.size += len(record)
-        return name
-
-    @property
-    def full(self) -> bool:
-        return self.size > self.most
-
-    def finish(self) -> None:
-        """The formats are those of gitformat-pack(5), version 2 of both."""
-        if self.known is None:
-            return
-        if not self.rows:
-            self.file.close()
-            return os.unlink(self.path)
-        self.file.seek(0)
-        self.file.write(b"PACK" + struct.pack(">II", 2, len(self.rows)))
-        self.file.seek(0)
-        check = hashlib.file_digest(self.file, "sha256").digest()  # type: ignore[arg-type]
-        self.file.write(check)
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        names = sorted(self.rows)
-        counts = [0] * 256
-        for name in names:
-            counts[name[0]] += 1
-        far = [offset for name in names if (offset := self.rows[name][1]) >> 31]
-        near = {offset: 1 << 31 | number for number, offset in enumerate(far)}
-        offsets = [near.get(offset, offset) for offset in (self.rows[n][1] for n in names)]
-        index = b"".join((
-            b"\xfftOc", struct.pack(">I256I", 2, *itertools.accumulate(counts)), *names,
-            struct.pack(f">{len(names)}I", *(self.rows[name][0] for name in names)),
-            struct.pack(f">{len(names)}I", *offsets), struct.pack(f">{len(far)}Q", *far), check))
-        stem = os.path.join(self.folder, f"pack-{check.hex()}")
-        write(f"{stem}.idx", index + hashlib.sha256(index).digest(), self.path + "-idx", first=(
-            lambda: os.rename(self.path, f"{stem}.pack")))
-
-
-def write(path: str, data: bytes, temporary: str = "", first: Callable[[], None] = lambda: None,
-          ) -> None:
-    """Replace a file of the store; `first` happens between the writing and the naming."""
-    temporary = temporary or f"{path}.tmp"
-    with open(temporary, "wb") as file:
+def write(path: str, data: bytes, sync: bool = True) -> None:
+    """Replace a file of the store."""
+    with open(f"{path}.tmp", "wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
-    first()
-    os.rename(temporary, path)
+        if sync:
+            os.fsync(file.fileno())
+    os.rename(f"{path}.tmp", path)
 
 
 class Store:
@@ -299,20 +238,17 @@ class Store:
     def argv(self, *words: str) -> dict[str, Any]:
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self.at("git"), "LC_ALL": "C",
                "GIT_DIR": self.at("git"), "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1",
-               "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
-               "GIT_NO_REPLACE_OBJECTS": "1", "GIT_LITERAL_PATHSPECS": "1",
-               "GIT_OBJECT_DIRECTORY": self.scratch, "GIT_AUTHOR_DATE": "@0 +0000",
-               "GIT_ALTERNATE_OBJECT_DIRECTORIES": self.at("git/objects"),
-               "GIT_COMMITTER_DATE": "@0 +0000",
-               **{f"GIT_{who}_{what}": "shadow" for who in ("AUTHOR", "COMMITTER")
-                  for what in ("NAME", "EMAIL")}}
+               "GIT_CONFIG_GLOBAL": os.devnull, "GIT_NO_REPLACE_OBJECTS": "1",
+               "GIT_OBJECT_DIRECTORY": self.scratch,
+               "GIT_ALTERNATE_OBJECT_DIRECTORIES": self.at("git/objects")}
         return {"args": ("git", *words), "env": env, "cwd": self.folder}
 
     def git(self, *words: str, given: bytes = b"", fine: Sequence[int] = (0,)) -> bytes:
         done = subprocess.run(**self.argv(*words), input=given, capture_output=True)
         if done.returncode not in fine:
             raise damaged(f"git {words[0]}: {done.stderr.decode(errors='replace').strip()[:500]}")
-        return done.stdout
+        output: bytes = done.stdout
+        return output
 
     def ask(self, word: str, id: str) -> tuple[int, IO[bytes]]:
         if not self.reader:
@@ -351,9 +287,9 @@ class Store:
             id, at = data[end + 1 : end + 33].hex(), end + 33
             mark, _, rest = os.fsdecode(name).partition("=")
             if mark == ":m":
-                modes[rest] = int(self.note(id), 8)
+                modes[rest] = mode_of(self.note(id))
             elif mark == ":dir":
-                modes[""] = int(self.note(id), 8)
+                modes[""] = mode_of(self.note(id))
                 found[""] = Entry(DIR, modes[""], "")
             else:
                 kind = NOTE if mark else KINDS[mode]
@@ -368,8 +304,9 @@ class Store:
             return
         before = self.entries(old) if old else {}
         after = self.entries(new) if new else {}
-        if before and after and before.get("") != after.get(""):
-            yield path, before.get("") or after[""], after.get("") or before[""]
+        own = before.get(""), after.get("")
+        if all(own) and own[0] != own[1]:
+            yield path, *own
         for name in sorted((before.keys() | after.keys()) - {""}):
             here, a, b = f"{path}/{name}" if path else name, before.get(name), after.get(name)
             one, two = (entry.id if entry and entry.kind == DIR else "" for entry in (a, b))
@@ -432,12 +369,62 @@ class Store:
 
 def damaged(message: str) -> Failure:
     return Failure(f"the store of snapshots is damaged: {message}",
-                   "Remove it to begin a new one; the workspace has not been changed.")
+                   "Is its disk full? If not, remove it to begin a new one.")
+
+
+def mode_of(text: bytes) -> int:
+    """0 in a merge where both have changed it."""
+    return int(text, 8) if text.isdigit() else 0
 
 
 def in_workspace(name: str) -> str:
     """The path of one in the store; of a directory's mode one that ends with :dir."""
     return "/".join(re.sub("^(?::[ms])?=", "", part) for part in name.split("/"))
+
+
+class Pack:
+    """Objects on their way into the store; its format is gitformat-pack(5), version 2.
+
+    git sees them when finish() has made the index; a pack that state.json does not name is removed.
+    """
+
+    def __init__(self, store: Store, known: Callable[[], set[bytes]], most: int) -> None:
+        self.store, self.find_known, self.most = store, known, most
+        self.known: set[bytes] | None = None
+        self.count, self.size = 0, 12
+
+    def put(self, kind: bytes, data: bytes) -> bytes:
+        digest = hashlib.sha256(b"%s %d\0" % (kind, len(data)))
+        digest.update(data)
+        name = digest.digest()
+        if self.known is None:
+            self.known = self.find_known()
+        if name in self.known:
+            return name
+        if not self.count:
+            self.stem = os.path.join(self.store.packs, f"pack-{secrets.token_hex(16)}")
+            self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
+            self.file.write(bytes(12))
+        self.known.add(name)
+        self.count += 1
+        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
+        while size:
+            head[-1] |= 128
+            head.append(size & 127)
+            size >>= 7
+        self.size += self.file.write(bytes(head) + zlib.compress(data, 1))
+        return name
+
+    def finish(self) -> None:
+        if self.count:
+            with self.file as file:
+                file.seek(0)
+                file.write(b"PACK" + struct.pack(">II", 2, self.count))
+                file.seek(0)
+                file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            self.store.git("index-pack", "-o", f"{self.stem}.idx", f"{self.stem}.pack")
 
 
 class Rules:
@@ -475,9 +462,10 @@ class Rules:
             if size > ASKED_BYTES or name is names[-1]:
                 found |= self.ask(asked)
                 asked, size = [], 0
-        with contextlib.suppress(OSError):  # until one that has rules
-            for name in names[: len(folders)]:
+        for name in names[: len(folders)]:
+            with contextlib.suppress(OSError):  # it has rules
                 os.rmdir(os.path.join(here, name))
+        with contextlib.suppress(OSError):
             while len(here) > len(self.folder) + 1:
                 os.rmdir(here)
                 here = os.path.dirname(here)
@@ -487,10 +475,8 @@ class Rules:
         if not self.process:
             words = (f"--work-tree={os.fsdecode(self.folder)}", "check-ignore", "--no-index", "-z",
                      "-v", "-n", "--stdin")
-            settings = self.store.argv(*words) | {"cwd": self.folder}
-            del settings["env"]["GIT_LITERAL_PATHSPECS"]  # this command does not know it
-            self.process = subprocess.Popen(**settings, stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE)
+            self.process = subprocess.Popen(**self.store.argv(*words) | {"cwd": self.folder},
+                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(b"".join(path + b"\0" for path in paths))
         self.process.stdin.flush()
@@ -531,7 +517,7 @@ class Walk:
     def __init__(self, store: Store, workspace: str, label: str, most: int) -> None:
         self.store, self.label = store, label
         self.cache: dict[str, tuple[bytes, dict[str, Seen], int]] = self.read_cache()
-        self.pack = Pack(store.packs, self.known, most)
+        self.pack = Pack(store, self.known, most)
         self.rules = Rules(store)
         self.folders: dict[str, tuple[bytes, dict[str, Seen], int]] = {}
         self.racy, self.leftovers = list[tuple[str, str]](), list[tuple[str, str]]()
@@ -650,7 +636,7 @@ class Walk:
                     return (key, self.pack.put(b"blob", target), LINK), settled
                 if not stat.S_ISREG(mode):
                     return (key, self.note(special(mode)), NOTE), settled
-                if size > WHOLE_BYTES or ignored or self.pack.full:
+                if size > WHOLE_BYTES or ignored or self.pack.size > self.pack.most:
                     why = "large" if size > WHOLE_BYTES or ignored else "full"
                     return (key, self.note(why, size, *key[2:4]), NOTE), settled
                 data, st = self.read(fd, name, size)
@@ -676,31 +662,17 @@ class Walk:
         finally:
             os.close(file)
 
-    def count(self, fd: int, name: str) -> tuple[int, int, int]:
+    def count(self, fd: int, name: str, depth: int = 0) -> tuple[int, int, int]:
         """Files and bytes below a directory, and the newest change."""
         files = size = newest = 0
-        try:
-            start = os.open(name, FLAGS | os.O_DIRECTORY, dir_fd=fd)
-        except OSError:
-            return 0, 0, 0
-        stack = [(start, os.scandir(start))]
-        while stack:
-            top, found = stack[-1]
+        with contextlib.suppress(OSError), opened(fd, name) as inner, os.scandir(inner) as found:
             for entry in found:
-                try:
-                    st = entry.stat(follow_symlinks=False)
-                    newest = max(newest, st.st_ctime_ns)
-                    if stat.S_ISDIR(st.st_mode) and len(stack) < DEPTH:
-                        inner = os.open(entry.name, FLAGS | os.O_DIRECTORY, dir_fd=top)
-                        stack.append((inner, os.scandir(inner)))
-                        break
-                except OSError:
-                    continue
-                files, size = files + 1, size + st.st_size
-            else:
-                found.close()
-                os.close(top)
-                stack.pop()
+                st = entry.stat(follow_symlinks=False)
+                more = 1, st.st_size, 0
+                if stat.S_ISDIR(st.st_mode) and depth < DEPTH:
+                    more = self.count(inner, entry.name, depth + 1)
+                files, size = files + more[0], size + more[1]
+                newest = max(newest, more[2], st.st_ctime_ns)
         return files, size, newest
 
     def note(self, kind: str, *values: int) -> bytes:
@@ -733,7 +705,7 @@ class Walk:
         state["first"].setdefault(self.label, self.tree)
         data = marshal.dumps((self.folders, self.racy))
         if self.folders != self.cache:
-            write(self.store.at(f"cache-{self.label}"), self.mark(data) + data)
+            write(self.store.at(f"cache-{self.label}"), self.mark(data) + data, sync=False)
         return self.tree
 
     def key(self, path: str) -> Any:
@@ -911,8 +883,8 @@ def risks(store: Store, path: str, old: Entry | None, new: Entry | None, agents:
           ) -> list[str]:
     """Why the host may execute or obey what has changed there."""
     found = list[str]()
-    reason = next((why for pattern, why in RISKS if pattern.fullmatch(canonical(path))), "")
-    if reason and (new or in_git(path)):
+    match = RISK.fullmatch(canonical(path))
+    if match and (reason := RISKS[(match.lastindex or 0) - 1][1]) and (new or in_git(path)):
         found.append(reason)
     names = "|".join(re.escape(name) for name in agents)
     if names and re.search(rf"(?:^|/)\.?(?:{names})(?:\.[^/]*)?(?:/|$)", path, re.IGNORECASE):
@@ -968,7 +940,8 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
                 row |= {"files": int(values[0]), "size": int(values[1])}
             elif values:
                 row["size"] = int(values[0])
-    words = ["diff-tree", "-r", "--no-renames", "--no-textconv", "--no-ext-diff", "--no-color"]
+    words = ["--literal-pathspecs", "diff-tree", "-r", "--no-renames", "--no-textconv",
+             "--no-ext-diff", "--no-color"]
     for line in store.git(*words, "-z", "--numstat", old, new).split(b"\0")[:-1]:
         added, deleted, name = line.split(b"\t", 2)
         if counts := counted(found, name):
@@ -1019,10 +992,10 @@ class Request:
         self.store, self.workspace, self.given = store, workspace, given
         self.label = self.take("tree", str, "main")
         if not re.fullmatch("[a-z]{1,20}", self.label):
-            raise Usage(f"{self.label!r} is no name of a tree")
+            raise usage(f"{self.label!r} is no name of a tree")
         self.paths = [os.path.normpath(path) for path in self.take("paths", list, [])] or ["."]
         if any(path.startswith(("/", "..")) or "\0" in path for path in self.paths):
-            raise Usage("paths begin at the top of the workspace")
+            raise usage("paths begin at the top of the workspace")
         self.paths = ["" if path == "." else path for path in self.paths]
         self.agents = self.take("agents", list, [])
         self.keep = self.take("keep", int, KEEP_TURNS)
@@ -1033,7 +1006,7 @@ class Request:
         value = self.given.get(key, default)
         if type(value) is not kind or (isinstance(value, list)
                                        and not all(isinstance(word, str) for word in value)):
-            raise Usage(f"{key} is no {kind.__name__}")
+            raise usage(f"{key} is no {kind.__name__}")
         return value
 
     def walk(self) -> Walk:
@@ -1046,7 +1019,7 @@ class Request:
     def event(self, kind: str, before: str, **more: Any) -> dict[str, Any]:
         number = self.store.state["next"]
         self.store.state["next"] += 1
-        event = {"id": str(number), "kind": kind, "tree": self.label, "before": before,
+        event = {"id": f"{kind}-{number}", "kind": kind, "tree": self.label, "before": before,
                  "after": None, "number": number, **more}
         self.events.append(event)
         return event
@@ -1084,19 +1057,19 @@ class Request:
         elif event:
             event |= about | {"after": walk.tree}
             event |= self.totals(event["before"], walk.tree)
-        return self.finish(tree=walk.tree, turn=event and shown(event))
+        return self.finish(tree=walk.tree, turn=event)
 
     def totals(self, before: str, after: str) -> dict[str, Any]:
         rows = differences(self.store, before, after, [""], False, self.agents)
         return {"files": len(rows), "added": sum(row["added"] for row in rows),
                 "deleted": sum(row["deleted"] for row in rows),
-                "notKept": [row["path"] for row in rows if row.get("kept") is False][:100],
+                "notKept": [row["path"] for row in rows if row.get("kept") is False][:LISTED],
+                "risky": sum(bool(row["risk"]) for row in rows),
                 "risks": [{"path": row["path"], "risk": row["risk"]}
-                          for row in rows if row["risk"]][:1000]}
+                          for row in rows if row["risk"]][:LISTED]}
 
     def log(self) -> dict[str, Any]:
-        return {"turns": [shown(event) for event in self.events],
-                "bytes": sum(self.store.state["packs"].values())}
+        return {"turns": self.events, "bytes": sum(self.store.state["packs"].values())}
 
     def diff(self) -> dict[str, Any]:
         now = self.store.state["last"].get(self.label)
@@ -1107,8 +1080,12 @@ class Request:
             old, new = event["before"], self.after(event, now)
         else:
             old, new = self.store.state["first"][self.label], now
-        return {"from": old, "to": new, "files": differences(
-            self.store, old, new, self.paths, self.take("patch", bool, False), self.agents)}
+        rows = differences(self.store, old, new, self.paths, self.take("patch", bool, False),
+                           self.agents)
+        if self.paths != [""] and not rows:
+            raise Failure(f"nothing has changed at {printable(', '.join(self.paths))}",
+                          "Paths begin at the top of the workspace.")
+        return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
     def undo(self) -> dict[str, Any]:
         turns = [event for event in self.events if event["tree"] == self.label
@@ -1194,49 +1171,43 @@ class Request:
         return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
 
 
-class Usage(Exception):
-    """The request is not one."""
-
-
-def shown(event: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in event.items() if key != "number"}
-
-
 VERBS = {name: getattr(Request, name) for name in
          ("snapshot", "log", "diff", "undo", "redo", "merge", "prune")}
 
 
-def main(argv: Sequence[str]) -> int:
-    try:
-        if len(argv) not in (3, 4) or argv[0] not in VERBS:
-            raise Usage(f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]")
-        text = "".join(argv[3:]) or "{}"
-        try:
-            given = json.loads(sys.stdin.read() if text == "-" else text)
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict):
-            raise Usage("the request is no JSON object")
-        answer, code = run(argv[0], argv[1], argv[2], given), 0
-    except Usage as error:
-        answer, code = {"error": printable(str(error)), "hint": ""}, 2
-    except Failure as error:
-        answer, code = {"error": str(error), "hint": error.hint}, 1
-    print(json.dumps(answer))
-    return code
+def usage(message: str) -> Failure:
+    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]", 2)
 
 
-def run(verb: str, store: str, workspace: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Raises Failure, Usage."""
+def run(argv: Sequence[str]) -> dict[str, Any]:
+    """Raises Failure."""
+    if len(argv) not in (3, 4) or argv[0] not in VERBS:
+        raise usage("a verb, a store, a workspace and a request are wanted")
+    text = "".join(argv[3:]) or "{}"
     try:
-        request = Request(Store(os.path.abspath(store)), workspace, given)
-        return dict(VERBS[verb](request))
+        given = json.loads(sys.stdin.read() if text == "-" else text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise usage("the request is no JSON object")
+    try:
+        return dict(VERBS[argv[0]](Request(Store(os.path.abspath(argv[1])), argv[2], given)))
     except OSError as error:
-        raise Failure(f"{printable(str(error.filename or store))}: {error.strerror}",
+        raise Failure(f"{printable(str(error.filename or argv[1]))}: {error.strerror}",
                       "Is there space, and may one write there?") from None
     except (KeyError, TypeError, ValueError, EOFError, IndexError, AttributeError) as error:
         raise damaged(repr(error)[:300]) from None
 
 
+def main(argv: Sequence[str]) -> int:
+    try:
+        answer, code = run(argv), 0
+    except Failure as error:
+        answer, code = {"error": str(error), "hint": error.hint}, error.code
+    print(json.dumps(answer), flush=True)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    gc.disable()  # it would look through the cache again and again
+    os._exit(main(sys.argv[1:]))  # nor is there anything to tidy up

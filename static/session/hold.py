@@ -61,6 +61,7 @@ PIECE_BYTES = 32768  # half of what a pipe takes, so that a frame mostly goes in
 INPUT_BYTES = 65536
 FRAME_BYTES = 1 << 20  # the largest frame of a client
 STALL_SECONDS = 5  # a client that takes nothing for so long no longer holds the program up
+CLOSED_SECONDS = 0.2  # after which a terminal that nobody has open is looked at again
 HANG_UP_SECONDS = 1  # the kernel hangs a terminal up when its program ends, or it is never told
 CLIENTS = 64  # further ones wait
 MODES = 64
@@ -260,7 +261,7 @@ class Holder:
         self.owner: Client | None = None  # who has the size: the last to type
         self.input = bytearray()
         self.status: int | None = None
-        self.ended = 0.0
+        self.ended = self.closed = 0.0
         self.woken, wake = os.pipe()
         for fd in (self.woken, wake):
             os.set_blocking(fd, False)
@@ -301,7 +302,7 @@ class Holder:
         poller.register(self.woken, select.POLLIN)
         if len(self.clients) < CLIENTS:
             poller.register(self.listener, select.POLLIN)
-        if self.master >= 0:
+        if self.master >= 0 and not self.is_closed():
             mask = (select.POLLIN if self.may_read() else 0) | (select.POLLOUT if self.input else 0)
             if mask:  # or its hang-up would make this loop spin
                 poller.register(self.master, mask)
@@ -339,8 +340,12 @@ class Holder:
         return (owner is None or owner.sent == self.ring.end and not owner.pending
                 or time.monotonic() - owner.progress > STALL_SECONDS)
 
+    def is_closed(self) -> bool:
+        """Whether nobody had the terminal open just now; to close it here would end the program."""
+        return self.status is None and time.monotonic() - self.closed < CLOSED_SECONDS
+
     def timeout_ms(self) -> int | None:
-        if self.status is not None and self.master >= 0:
+        if self.master >= 0 and (self.status is not None or self.is_closed()):
             return 100
         behind = any(client.pending for client in self.clients)
         return STALL_SECONDS * 200 if behind else None
@@ -357,16 +362,17 @@ class Holder:
         except BlockingIOError:
             if self.status is not None and time.monotonic() - self.ended > HANG_UP_SECONDS:
                 self.hang_up()
-        except OSError:  # EIO: nobody has the other end open any more
-            self.hang_up()
+        except OSError:  # EIO: nobody has the other end open
+            self.closed = time.monotonic()
+            if self.status is not None:
+                self.hang_up()
         self.flush_all()
 
     def hang_up(self) -> None:
         os.close(self.master)
         self.master = -1
         self.input.clear()
-        if self.status is not None:
-            self.ring.finish(self.status)
+        self.ring.finish(self.status or 0)
 
     def reap(self) -> None:
         os.read(self.woken, 64)
@@ -377,9 +383,6 @@ class Holder:
             return
         self.status = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
         self.ended = time.monotonic()
-        if self.over:
-            self.ring.finish(self.status)
-            self.flush_all()
 
     def write_input(self) -> None:
         try:

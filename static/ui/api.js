@@ -1,6 +1,6 @@
 // The web service, as the README describes it under "Web service API".
 
-import { decision, detail, job, profiles, row, shown, users } from "./typed.js";
+import { decision, detail, job, news, profiles, row, shown, users } from "./typed.js";
 
 export class ApiError extends Error {
   constructor(status, { code = "failed", message = `the server answered with status ${status}`, hint = "" } = {}) {
@@ -56,6 +56,7 @@ async function call(method, address, body) {
 }
 
 export const api = {
+  news: async (after) => news(await call("GET", `${path("news")}?after=${after}`)),
   sessions: async (tail) =>
     (await call("GET", path("sessions") + (tail ? `?tail=${tail}` : ""))).map(row),
   create: (what) => call("POST", path("sessions"), what),

@@ -2,9 +2,10 @@
 
 import { api, link } from "./api.js";
 import { $, busy, confirmed, h, problem, redraw, say, toast } from "./dom.js";
-import { canBePrompted, count, tailOf } from "./format.js";
+import { canBePrompted, count, inUse, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { networkText } from "./network.js";
+import { setTitle, startNews } from "./news.js";
 import { mountForm, mountList } from "./sessions.js";
 import { agentName, agentsKnown, refresh, startPolling, store } from "./store.js";
 
@@ -43,7 +44,7 @@ async function show() {
   leave = () => {};
   document.body.dataset.view = view || "home";
   if (view === "s") return showSession(name, screen);
-  document.title = view === "new" ? "New session — sandbox" : "sandbox";
+  setTitle(view === "new" ? "New session — sandbox" : "sandbox");
   if (view === "new") {
     leave = mountForm(main, { created: (made) => (location.hash = addressOf(made.name)) });
     return;
@@ -75,7 +76,7 @@ function showHome() {
 }
 
 async function showSession(name, screen) {
-  document.title = `${name} · ${SCREENS[screen][0]} — sandbox`;
+  setTitle(`${name} · ${SCREENS[screen][0]} — sandbox`);
   const view = { gone: false, detail: null, unmount: () => {} };
   const body = h("div", { class: "screen", "data-screen": screen }, h("p", { class: "dim pad" }, "Loading…"));
   if (frame.name !== name || !frame.body.isConnected) mountFrame(name, view);
@@ -187,8 +188,7 @@ function mayStop(name) {
 async function remove(name) {
   const users = await api.users(name);
   const text = "The container goes, and with it the agent's conversation and this session's settings and history. "
-    + "Your directory stays as it is."
-    + (users.length ? ` It is in use, and this ends: ${users.slice(0, 3).join("; ")}${users.length > 3 ? " …" : ""}` : "");
+    + "Your directory stays as it is." + inUse(users);
   if (!(await confirmed(`Remove ${name}?`, text, "Remove"))) return;
   await api.remove(name);
   toast(`${name} was removed`);
@@ -214,4 +214,5 @@ $("#skip").addEventListener("click", (event) => {
 });
 mountList($("#side"), { place });
 startPolling();
+startNews(() => place().name ?? "");
 show();

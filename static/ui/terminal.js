@@ -5,6 +5,7 @@ import { api, pause } from "./api.js";
 import { $, busy, confirmed, h, problem, redraw, say, toast } from "./dom.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
+import { away, heard, note, notifyDesktop } from "./news.js";
 import { agentName, refresh } from "./store.js";
 
 const ACK_BYTES = 128 * 1024;
@@ -345,6 +346,7 @@ class View {
 
   close() {
     this.gone = true;
+    heard.delete(this.id);
     clearTimeout(this.ackTimer);
     clearTimeout(this.newsTimer);
     this.sizes.disconnect();
@@ -381,7 +383,6 @@ export function mount(root, context) {
     tool("close", "Close the search", () => toggleFind(false)));
   const reader = h("button", { class: "quiet small", type: "button", "aria-pressed": String(localStorage.getItem("screenReader") === "1"),
     title: "Screen reader mode", "aria-label": "Screen reader mode", onclick: () => setReader() }, icon("eye"));
-  const bell = tool("bell", "Notify me when a terminal rings", () => askToNotify());
   const closing = tool("close", "", () => shut(current), { hidden: true });
   const bar = h("div", { class: "term-bar" }, tabs, closing,
     h("div", { class: "row term-tools" },
@@ -390,7 +391,7 @@ export function mount(root, context) {
         onclick: (e) => busy(e.currentTarget, () => open({ run: "agent" })) }, icon("plus"), agentName(context.session.agent)),
       tool("copy", "Copy the selection (Ctrl+Shift+C)", () => copy()),
       tool("paste", "Paste (Ctrl+Shift+V)", () => paste()),
-      tool("search", "Find (Ctrl+Shift+F)", () => toggleFind(true)), bell, reader));
+      tool("search", "Find (Ctrl+Shift+F)", () => toggleFind(true)), reader));
   const keys = h("div", { class: "term-keys", role: "toolbar", "aria-label": "Terminal keys" }, KEYS.map((key) =>
     h("button", { type: "button", "data-key": key, "aria-label": SIGNS[key] ? `Arrow ${key.toLowerCase()}` : null,
       "aria-pressed": key === "Ctrl" ? "false" : null, onpointerdown: (event) => event.preventDefault(),
@@ -400,6 +401,7 @@ export function mount(root, context) {
 
   const tell = (what, view, text, title) => {
     if (what === "open") refresh();
+    if (what === "open") heard.add(view.id);
     if (what === "ended") refresh();
     if (what === "bell") ring(view, text, title);
     if (what === "copy") copy();
@@ -540,26 +542,13 @@ export function mount(root, context) {
     say(`Screen reader mode is ${on ? "on" : "off"}`);
   }
 
-  async function askToNotify() {
-    if (!("Notification" in window)) return toast("This browser has no notifications", "error");
-    const answer = await Notification.requestPermission();
-    toast(answer === "granted" ? "You will be notified when a terminal rings and you are elsewhere" : "The browser does not allow notifications");
-    showBell();
-  }
-  function showBell() {
-    bell.hidden = !("Notification" in window) || Notification.permission === "granted";
-  }
-
   function ring(view, text, title) {
-    const away = document.hidden || !document.hasFocus();
-    if (away && "Notification" in window && Notification.permission === "granted") {
-      const notification = new Notification(title && title !== text ? `${name}: ${title}` : name, { body: text, tag: `${name}/${view.id}` });
-      notification.onclick = () => {
-        window.focus();
-        if (!gone) select(view);
-      };
+    if (away()) {
+      note(name);
+      notifyDesktop(title && title !== text ? `${name}: ${title}` : name, text, `${name}/${view.id}`,
+        () => gone || select(view));
     }
-    if (away || view !== current) {
+    if (away() || view !== current) {
       view.rang = true;
       view.toast?.remove();
       view.toast = toast(`${name}: ${text}`);
@@ -583,7 +572,6 @@ export function mount(root, context) {
       if (!gone) place.replaceChildren(h("div", { class: "pad" }, problem(error)));
     }
   }
-  showBell();
   changed(context.session);
 
   return {
