@@ -2447,6 +2447,7 @@ class Terminal:
                 self.ring.put(f"sandbox: this terminal ends with its server: {self.refused}\r\n"
                               .encode())
                 self.start_unheld()
+                self.app.terminals.write_down()
                 return
             if (self.held and self.greeted and not (self.told or self.closing)
                     and self.cuts < CUTS):

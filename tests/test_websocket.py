@@ -6,7 +6,9 @@ import http.client
 import os
 import random
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,6 +17,10 @@ import pytest
 from service import PASSWORD, Screen, Service, wait_for
 from test_engines import sleeping
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from sandbox_web import Terminal, Viewer
 
 
 def frame(kind: bytes, data: bytes) -> bytes:
@@ -217,6 +223,26 @@ def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Ser
         slow.type("\x03")
         run(slow, "echo al''ive")
         slow.expect("alive")
+
+
+def test_a_reader_that_is_silent_for_long_stays() -> None:
+    """One that reads nothing gets no ping either; the kernel knows whether its host is there."""
+    terminal = Terminal(None, None, None, "shell", (24, 80))  # type: ignore[arg-type]
+    ours, theirs = socket.socketpair()
+    protocol = ServerProtocol()
+    protocol.state = State.OPEN
+    gone = list[bool]()
+    viewer = Viewer(ours, protocol, lambda: gone.append(True), True, 0, None)
+    terminal.viewers.append(viewer)
+    for _ in range(3):
+        viewer.seen = viewer.pinged = time.monotonic() - 1000
+        terminal.look_after_viewers()
+    assert terminal.viewers == [viewer] and not gone
+    assert theirs.recv(100).startswith(b"\x89\x00")
+    theirs.close()
+    viewer.receive()
+    terminal.look_after_viewers()
+    assert terminal.viewers == [] and gone
 
 
 @docker_only
