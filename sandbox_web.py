@@ -2644,6 +2644,7 @@ class Terminal:
             self.close_client()
             end_client(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
+        del self.calls  # which refers to us: only a garbage collection would free the two
 
 
 def end_client(pid: int) -> None:
