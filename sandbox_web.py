@@ -24,7 +24,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
         read_settings write_settings lock_settings AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
-        recreate_session start_session stop_session remove_session users_of forget_files
+        recreate_session start_session stop_session remove_session users_of recall forget_files
         generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
@@ -2148,7 +2148,7 @@ class Terminal:
         self.id, self.started = id or sandbox.random_id(), started or time.time()
         command = sandbox.AGENTS[session.agent].yolo if run == "agent" else sandbox.SHELL
         self.command, self.title = command, title or sandbox.title_of(command)
-        self.is_new, self.held = not id, False
+        self.is_new, self.held, self.pid = not id, False, 0
         self.ring, self.input = Ring(), bytearray()
         self.viewers: list[Viewer] = []
         self.writer: Viewer | None = None
@@ -2463,6 +2463,13 @@ class Terminal:
             self.status = status
         self.end()
 
+    def discard(self) -> None:
+        """End what was started and is not to be: its container is not what it was."""
+        self.hang_up()
+        self.close_client()
+        end_client(self.pid)
+        sandbox.Output.close(self.wake_read, self.wake_write)
+
     def close_client(self) -> None:
         sandbox.Output.close(*self.fds())
         self.master = self.out = self.err = -1
@@ -2703,18 +2710,52 @@ class Terminals:
                                   size or (row.rows or 24, row.columns or 80), id, row.title,
                                   row.started))
 
-    def open(self, terminal: Terminal) -> Terminal:
+    def begin(self, app: App, name: str, run: str, size: tuple[int, int]) -> Terminal:
+        """Start a program in a session as it was last seen, while we look whether it still is so.
+
+        Raises WebError, SandboxError.
+        """
+        known, early = None, None
+        with suppress(ValueError):
+            known = sandbox.recall(sandbox.candidates(sandbox.load_config()), sandbox.a_name(name))
+        if known and known[1].id and (run == "shell" or known[1].agent):
+            self.make_room()
+            early = Terminal(app, *known, run, size)
+            early.start()
+        try:
+            engine, session = find_running(name)
+            if run == "agent" and not session.agent:
+                raise WebError("conflict", f"the session {name} has no agent",
+                               "open a shell instead")
+        except BaseException:
+            if early:
+                early.discard()
+            raise
+        if early and early.session.id == session.id:
+            return self.open(early)
+        if early:
+            early.discard()
+        return self.open(Terminal(app, engine, session, run, size))
+
+    def make_room(self) -> None:
+        """Raise WebError where there are too many terminals."""
         over = [terminal for terminal in self.all() if terminal.ended]
         if len(self.by_id) - len(over) >= TERMINALS:
             raise WebError("too_many", f"there are {TERMINALS} terminals already", "close some")
         if len(self.by_id) >= TERMINALS:  # no longer wait for somebody to see the end of some
             for ended in over:
                 ended.hang_up()
+
+    def open(self, terminal: Terminal) -> Terminal:
+        """Have a terminal served, and begun where it is not. Raises WebError, SandboxError."""
+        if not terminal.pid:
+            self.make_room()
         with self.lock:
             if other := self.by_id.get(terminal.id):  # another page came back to it just now
                 sandbox.Output.close(terminal.wake_read, terminal.wake_write)
                 return other
-            terminal.start()
+            if not terminal.pid:
+                terminal.start()
             self.by_id[terminal.id] = terminal
         self.write_down()
         terminal.thread.start()
@@ -2765,7 +2806,8 @@ class Terminals:
         for terminal in self.all():
             terminal.wake()
         for terminal in self.all():
-            terminal.thread.join(STOP_SECONDS)
+            with suppress(RuntimeError):  # it has not been started yet
+                terminal.thread.join(STOP_SECONDS)
 
 
 def run_of(session: Session, title: str) -> str:
@@ -2834,11 +2876,7 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
     if id:
         terminal = app.terminals.come_back(app, params["session"], id, given)
     else:
-        engine, session = find_running(params["session"])
-        if run == "agent" and not session.agent:
-            raise WebError("conflict", f"the session {session.name} has no agent",
-                           "open a shell instead")
-        terminal = app.terminals.open(Terminal(app, engine, session, run, size))
+        terminal = app.terminals.begin(app, params["session"], run, size)
 
     def attach(sock: socket.socket, buffered: bytes, leave: Callable[[], None]) -> None:
         protocol.send_response(response)

@@ -486,6 +486,37 @@ def lie(service: Service, name: str, said: bytes, then: str) -> None:
     assert service.engine.run("exec", name, "sh", "-c", put).returncode == 0
 
 
+@docker_only
+def test_a_session_that_is_not_what_it_was(service: Service, name: str) -> None:
+    """A terminal is begun in the container that was last seen, before it is looked at."""
+    service.create(name)
+    before = service.resources()
+    service.engine.run("stop", "-t", "0", name)
+    for status, change in ((409, ["rm", "-f", name]), (404, ["version"])):
+        with pytest.raises(InvalidStatus) as refused, service.terminal(name):
+            pass
+        assert refused.value.response.status_code == status
+        service.engine.run(*change)
+    wait_for(lambda: service.resources() <= before and not children(service))
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "echo al''ive")
+        screen.expect("alive")
+    assert len(listed(service, name)) == 1
+
+
+@docker_only
+def test_a_holder_that_dies(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "echo rea''dy; sleep 76543")
+        screen.expect("ready")
+        service.engine.run("exec", name, "sh", "-c", "kill -9 $(pidof python3)")
+        assert screen.message("exit")["status"] is None
+    wait_for(lambda: sleeping(service.engine, name, "76543") == 0)
+    wait_for(lambda: listed(service, name) == [])
+
+
 GREETING = frame(b"h", b"0 24 80 0")
 LIES = {
     "an unknown frame": frame(b"x", b"x"),
