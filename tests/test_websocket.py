@@ -6,7 +6,9 @@ import http.client
 import os
 import random
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,6 +17,10 @@ import pytest
 from service import PASSWORD, Screen, Service, wait_for
 from test_engines import sleeping
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from sandbox_web import Terminal, Viewer
 
 
 def frame(kind: bytes, data: bytes) -> bytes:
@@ -67,8 +73,7 @@ def test_ten_megabytes_of_random_bytes_come_back_as_they_went(service: Service, 
         screen.expect("ready")
         screen.expect("\n")
         while at < len(data):
-            # docker keeps the first of its detach keys back until it sees what follows
-            piece = data[at : at + 2048].rstrip(b"\x1c")
+            piece = data[at : at + 2048]
             screen.output, at = bytearray(), at + len(piece)
             screen.type(piece)
             while len(screen.output) < len(piece):
@@ -78,11 +83,44 @@ def test_ten_megabytes_of_random_bytes_come_back_as_they_went(service: Service, 
 
 
 @docker_only
+def test_frames_that_come_in_pieces_and_together(service: Service, name: str) -> None:
+    service.create(name)
+
+    def masked(opcode: int, data: bytes) -> bytes:
+        mask = b"\x11\x22\x33\x44"
+        body = bytes(byte ^ mask[at % 4] for at, byte in enumerate(data))
+        return bytes([opcode, 0x80 | len(data)]) + mask + body
+
+    with service.terminal(name) as screen:
+        run(screen, "stty raw -echo; echo rea''dy; exec cat")
+        screen.expect("ready")
+        wire = screen.socket.socket
+        for cut in range(1, 9):
+            typed = masked(0x82, b"<%d>" % cut)
+            wire.sendall(typed[:cut])
+            wait_for(service.is_idle)
+            wire.sendall(typed[cut:] + masked(0x82, b"a") + masked(0x89, b"ping"))
+            screen.expect(f"<{cut}>a")
+            wire.sendall(masked(0x82, b"[%d]" % cut))
+            screen.expect(f"[{cut}]")
+        wire.sendall(masked(0x02, b"first"))
+        wait_for(service.is_idle)
+        wire.sendall(masked(0x80, b"last"))
+        screen.expect("firstlast")
+        wire.sendall(masked(0x82, b"x" * 125) + masked(0x82, b""))
+        screen.expect("x" * 125)
+        wire.sendall(masked(0x02, b"first"))
+        wait_for(service.is_idle)
+        wire.sendall(masked(0x82, b"no continuation"))
+        with pytest.raises(ConnectionClosed) as closed:
+            screen.expect("no continuation")
+        assert closed.value.rcvd and closed.value.rcvd.code == 1002
+
+
+@docker_only
 def test_a_flood_both_ways_neither_sticks_nor_loses_anything(service: Service, name: str) -> None:
     service.create(name)
-    # docker's client looks for its detach keys in what is typed, and doubles a byte where a read
-    # ends within them.
-    data = random.Random(2).randbytes(3_000_000).replace(b"\x1c\0", b"\x1c\1") + b"."
+    data = random.Random(2).randbytes(3_000_000) + b"."
     with service.terminal(name) as screen:
         run(screen, "stty raw -echo; echo rea''dy; exec cat")
         screen.expect("ready")
@@ -185,6 +223,26 @@ def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Ser
         slow.type("\x03")
         run(slow, "echo al''ive")
         slow.expect("alive")
+
+
+def test_a_reader_that_is_silent_for_long_stays() -> None:
+    """One that reads nothing gets no ping either; the kernel knows whether its host is there."""
+    terminal = Terminal(None, None, None, "shell", (24, 80))  # type: ignore[arg-type]
+    ours, theirs = socket.socketpair()
+    protocol = ServerProtocol()
+    protocol.state = State.OPEN
+    gone = list[bool]()
+    viewer = Viewer(ours, protocol, lambda: gone.append(True), True, 0, None)
+    terminal.viewers.append(viewer)
+    for _ in range(3):
+        viewer.seen = viewer.pinged = time.monotonic() - 1000
+        terminal.look_after_viewers()
+    assert terminal.viewers == [viewer] and not gone
+    assert theirs.recv(100).startswith(b"\x89\x00")
+    theirs.close()
+    viewer.receive()
+    terminal.look_after_viewers()
+    assert terminal.viewers == [] and gone
 
 
 @docker_only
@@ -426,6 +484,37 @@ def lie(service: Service, name: str, said: bytes, then: str) -> None:
     (project / "python3").chmod(0o755)
     put = f'ln -sf {project}/python3 "$(command -v python3)"'
     assert service.engine.run("exec", name, "sh", "-c", put).returncode == 0
+
+
+@docker_only
+def test_a_session_that_is_not_what_it_was(service: Service, name: str) -> None:
+    """A terminal is begun in the container that was last seen, before it is looked at."""
+    service.create(name)
+    before = service.resources()
+    service.engine.run("stop", "-t", "0", name)
+    for status, change in ((409, ["rm", "-f", name]), (404, ["version"])):
+        with pytest.raises(InvalidStatus) as refused, service.terminal(name):
+            pass
+        assert refused.value.response.status_code == status
+        service.engine.run(*change)
+    wait_for(lambda: service.resources() <= before and not children(service))
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "echo al''ive")
+        screen.expect("alive")
+    assert len(listed(service, name)) == 1
+
+
+@docker_only
+def test_a_holder_that_dies(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "echo rea''dy; sleep 76543")
+        screen.expect("ready")
+        service.engine.run("exec", name, "sh", "-c", "kill -9 $(pidof python3)")
+        assert screen.message("exit")["status"] is None
+    wait_for(lambda: sleeping(service.engine, name, "76543") == 0)
+    wait_for(lambda: listed(service, name) == [])
 
 
 GREETING = frame(b"h", b"0 24 80 0")

@@ -232,6 +232,8 @@ class Frames:
             del self.buffer[: start + size]
             if opcode == 2:
                 yield data
+            elif opcode == 9:
+                self.send(10, data)
             elif opcode == 8:
                 raise EOFError
 
@@ -241,6 +243,7 @@ class WebSocket(Frames):
 
     def __init__(self, server: Server, session: str, query: str = "") -> None:
         self.seq = self.acked = 0
+        self.began = time.perf_counter()
         path = f"/api/sessions/{session}/terminal?{query}"
         super().__init__(server.port, path, Cookie=server.cookie)
 
