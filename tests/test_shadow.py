@@ -664,6 +664,63 @@ def test_undo_keeps_exactly_the_persons_edits(workspace: Workspace, seed: int) -
     assert workspace.state() == before_undo
 
 
+def meddle(top: Path, chance: random.Random, who: str) -> None:
+    """Any change of any of a few paths, also of a file to a directory and back."""
+    for _ in range(6):
+        path = top.joinpath(*(chance.choice("abc") for _ in range(chance.randrange(1, 4))))
+        for part in path.relative_to(top).parents:
+            if (top / part).is_symlink() or (top / part).is_file():
+                (top / part).unlink()
+        subprocess.run(["rm", "-rf", path], check=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        match chance.randrange(5):
+            case 0:
+                path.symlink_to(who)
+            case 1:
+                path.mkdir()
+            case 2:
+                path.write_text(f"{who} {chance.random()}")
+                path.chmod(chance.choice([0o600, 0o644, 0o755]))
+            case 3:
+                path.mkdir(mode=chance.choice([0o700, 0o755]))
+                (path / chance.choice("abc")).write_text(who)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_only_one_of_them_has_changed_is_decided_by_that(workspace: Workspace,
+                                                              seed: int) -> None:
+    chance = random.Random(seed)
+    meddle(workspace.top, chance, "first")
+    before = workspace.state()
+    with workspace.turn():
+        meddle(workspace.top, chance, "agent")
+    after = workspace.state()
+    meddle(workspace.top, chance, "person")
+    now = workspace.state()
+    left = {os.fsencode(row["path"]) for row in workspace.call("undo")["left"]}
+    result = workspace.state()
+
+    def contended(path: bytes) -> bool:
+        """Or above or below what is: a directory stays for what is left in it."""
+        return any(path == other or path.startswith(other + b"/") or other.startswith(path + b"/")
+                   for other in left)
+
+    for path in {*before, *after, *now, *result}:
+        if path == b"." or contended(path):
+            continue
+        folders = {state.get(path, ("0o4",))[0].startswith("0o4")
+                   for state in (before, after, now, result)}
+        if before.get(path) == after.get(path) or now.get(path) == after.get(path):
+            mine = now if before.get(path) == after.get(path) else before
+            if folders == {True}:  # one that is empty otherwise, or has what the other has left
+                continue
+            assert result.get(path) == mine.get(path), (path, left)
+    for path in left:
+        assert result.get(path) == now.get(path), path
+    workspace.call("redo")
+    workspace.call("undo", dry=True)
+
+
 def test_a_turn_that_was_never_ended_ends_with_the_next_snapshot(workspace: Workspace) -> None:
     workspace.write({"a": "old"})
     workspace.call("snapshot", turn={"id": "killed"})
