@@ -3,7 +3,9 @@
     sandbox run -y c                 Claude Code on the current directory, in a new container
     sandbox run -n demo -- -c        continue the agent's conversation in the container "demo"
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
-    sandbox ps | rm | net | prune | build | doctor | init | config | serve | completion
+    sandbox recreate demo -p 80:80   a new container for it, its conversations stay
+    sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
+    sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
 ~/.sandbox/env/*.env by convention the env files, static/image/ what goes into the image.
@@ -40,10 +42,14 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
+NOTIFY_SECONDS, NOTIFY_BYTES = 10, 65536  # for the person's own command, and of its output
+NEWS_CHARS = 300
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
 FULL_BYTES = 50_000_000
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
 RESIZE_AGAIN_SECONDS = 0.5
+KEY_SECONDS = 0.5  # for which the first of the keys that detach waits for the next one
+NUDGE_SECONDS = 0.1
 ENVIRONMENT_BYTES = 128 * 1024 - 16  # the kernel's limit for one string of an environment
 MASK = "<masked>"
 
@@ -60,27 +66,29 @@ class Agent:
     It is started as `program` with the arguments of a mode. `prompt` is how it answers one prompt
     without a terminal: with JSON events as they come, in a conversation that goes on (all begin
     one where there is none). A prompt that begins with a dash is no option there, and stdin is
-    empty, for some read it to its end first.
+    empty, for some read it to its end first. `headless` are the words that make it do the same
+    for who calls it.
     `env` goes to all that runs in a session, `yolo_env` where the agent is the session's, and
     `version_env` makes it tell its version sooner. `init` takes the credentials in `files` (below
     the home directory, each with the option of its mount), which the variable `moved` has moved
     where it is set, and in `variables`. `turn`: the events that a turn, or a step of it, begins
-    and ends with, and the fields that hold the conversation's id and what was used.
+    and ends with, and the fields that hold the conversation's id and what was used. `says` is the
+    field of an event that holds what the agent answers.
     """
 
     def __init__(self, program: str, title: str, shortcuts: str = "", *, yolo: str = "",
-                 resume: str, prompt: str, env: Mapping[str, str] = {},
+                 resume: str, prompt: str, headless: str = "", env: Mapping[str, str] = {},
                  yolo_env: Mapping[str, str] = {}, version_env: Mapping[str, str] = {},
                  files: str = "", moved: str = "", variables: str = "", turn: str = "",
-                 events: str = "") -> None:
+                 says: str = "", events: str = "") -> None:
         self.program, self.title = program, title
         self.shortcuts = [*shortcuts.split(), program]
         self.yolo = [program, *yolo.split()]
         self.resume = resume.split()
-        self.prompt = f"{program} {prompt}"
+        self.prompt, self.headless = f"{program} {prompt}", headless.split()
         self.env, self.yolo_env, self.version_env = env, yolo_env, version_env
         self.files, self.moved, self.variables = files.split(), moved, variables.split()
-        self.turn = turn.split()
+        self.turn, self.says = turn.split(), says.split(".")
         self.events = events or program  # the name of their reader
 
     def host_file(self, path: str) -> str:
@@ -95,36 +103,37 @@ AGENTS = {agent.program: agent for agent in (
     Agent("claude", "Claude Code", "c cc agent-a", yolo="--dangerously-skip-permissions",
           resume="-c",
           prompt="-p --continue --output-format stream-json --verbose --include-partial-messages"
-                 " --dangerously-skip-permissions -- {prompt}",
+                 " --dangerously-skip-permissions -- {prompt}", headless="-p --print",
           env={"IS_SANDBOX": "1", "CLAUDE_CODE_SANDBOXED": "1", "DISABLE_AUTOUPDATER": "1"},
           files=".claude/.credentials.json", moved="CLAUDE_CONFIG_DIR",
           variables="ANTHROPIC_BASE_URL ANTHROPIC_AUTH_TOKEN ANTHROPIC_API_KEY"
                     " CLAUDE_CODE_OAUTH_TOKEN ANTHROPIC_MODEL ANTHROPIC_DEFAULT_OPUS_MODEL"
                     " ANTHROPIC_DEFAULT_SONNET_MODEL ANTHROPIC_DEFAULT_HAIKU_MODEL"
                     " CLAUDE_CODE_SUBAGENT_MODEL",
-          turn="system result session_id usage"),
+          turn="system result session_id usage", says="result"),
     Agent("gemini", "Gemini CLI", "gm g agent-b", yolo="--yolo", resume="-r",
           prompt="--prompt={prompt} --resume latest --output-format stream-json --yolo",
+          headless="-p --prompt",
           env={"GEMINI_CLI_TRUST_WORKSPACE": "true"},
           version_env={"GEMINI_CLI_NO_RELAUNCH": "true"},  # or it starts itself twice
           files=".gemini/oauth_creds.json .gemini/google_accounts.json .gemini/settings.json:ro",
           variables="GEMINI_API_KEY GEMINI_MODEL GOOGLE_GEMINI_BASE_URL GOOGLE_API_KEY"
                     " GOOGLE_CLOUD_PROJECT",
-          turn="init result session_id stats"),
+          turn="init result session_id stats", says="content"),
     Agent("codex", "Codex", "cx agent-c", yolo="--dangerously-bypass-approvals-and-sandbox",
           resume="resume --last",
           prompt="exec resume --last --json --skip-git-repo-check"
-                 " --dangerously-bypass-approvals-and-sandbox -- {prompt}",
+                 " --dangerously-bypass-approvals-and-sandbox -- {prompt}", headless="exec e",
           files=".codex/auth.json .codex/config.toml:ro", moved="CODEX_HOME",
           variables="OPENAI_API_KEY OPENAI_BASE_URL",
-          turn="turn.started turn.completed thread_id usage"),
+          turn="turn.started turn.completed thread_id usage", says="item.text"),
     Agent("opencode", "OpenCode", "oc agent-d", resume="-c",
-          prompt="run --continue --format json -- {prompt}",
+          prompt="run --continue --format json -- {prompt}", headless="run",
           env={"OPENCODE_DISABLE_AUTOUPDATE": "true"},
           yolo_env={"OPENCODE_PERMISSION": '{"*":"allow"}'},
           files=".local/share/opencode/auth.json .config/opencode/opencode.json:ro",
           variables="OPENCODE_API_KEY OPENCODE_CONFIG_CONTENT",
-          turn="step_start step_finish sessionID part.tokens"),
+          turn="step_start step_finish sessionID part.tokens", says="part.text"),
 )}
 SHORTCUTS = {shortcut: name for name, agent in AGENTS.items() for shortcut in agent.shortcuts}
 
@@ -332,7 +341,7 @@ def check_env_name(name: str) -> None:
     """Raise ValueError unless a shell could export the name."""
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"{name!r} is not a name of a variable: letters, digits and _ only")
-    if name in ("SANDBOX_ENV", "SANDBOX_EXEC", "SANDBOX_AUTOSTART"):
+    if name in ("SANDBOX_ENV", "SANDBOX_EXEC", "SANDBOX_AUTOSTART", "SANDBOX_HOLD"):
         raise ValueError(f"{name} is reserved")
 
 
@@ -458,6 +467,19 @@ def a_command(value: Any) -> str | list[str]:
     raise ValueError(f"{value!r} is neither a command line nor a list of words")
 
 
+def a_program(value: Any) -> list[str]:
+    """The words of a command of the host, which no shell reads: a string is split as one would."""
+    import shlex
+
+    words = a_command(value)
+    words = shlex.split(words) if isinstance(words, str) else words
+    if not words or not words[0]:
+        raise ValueError(f"{value!r} names no program")
+    if "/" in words[0]:  # one of the directory at hand may be the project's
+        words[0] = an_absolute_path(words[0])
+    return words
+
+
 def a_rule(value: Any) -> str:
     """`<host>[:<port>]` in its one form: a name, `*.` and a name, or an address.
 
@@ -527,6 +549,9 @@ a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m 
                   then=str.lower)
 a_count = matching(r"0*[1-9]\d{0,8}", "a whole number above 0", numbers=True, then=int)
 a_build_argument = matching(r"[A-Za-z_]\w*=.*", "<NAME>=<value>")
+KEY_PATTERN = r"(ctrl-[a-z@[\\\]^_]|[!-+.-~-])"
+a_key_sequence = matching(rf"({KEY_PATTERN}(,{KEY_PATTERN})*)?",
+                          "keys such as ctrl-p,ctrl-q, or empty for none")
 a_host = matching(r"\[?[\w.:-]+\]?", "a host name", then=lambda text: text.lower().strip("[]"))
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
 
@@ -558,19 +583,21 @@ class Key:
     What is `fixed` is what a session is created from: to change it takes a new container. It is in
     the session's specification by its name, or as a part of another field (`part_of`). `limit` is
     what engines call it. `excludes` names the key that does not go together with it: of
-    the two the one of the higher layer counts. A `setting` may be made for one session.
+    the two the one of the higher layer counts. A `setting` may be made for one session. What is
+    the person's `own` comes from the files of the host alone: no container and no client of the
+    web service may say what the host runs.
     """
 
     def __init__(self, name: str, check: Callable[[Any], Any], flags: str = "", metavar: str = "",
                  help: str = "", *, kind: str = "scalar", of: str = "run", default: Any = None,
                  variable: str = "", above_file: bool = False, fixed: bool = False,
                  part_of: str = "", limit: str = "", excludes: str = "", secret: bool = False,
-                 setting: bool = False) -> None:
+                 setting: bool = False, own: bool = False) -> None:
         self.name, self.check, self.kind, self.default = name, check, kind, default
         self.flags, self.metavar, self.help, self.of = flags.split(), metavar, help, of.split()
         self.variable, self.above_file = variable, above_file
         self.fixed, self.part_of, self.limit = fixed, part_of, limit
-        self.excludes, self.secret, self.setting = excludes, secret, setting
+        self.excludes, self.secret, self.setting, self.own = excludes, secret, setting, own
 
     def option(self) -> dict[str, Any]:
         """What argparse wants to know of its option."""
@@ -600,8 +627,8 @@ KEYS = {key.name: key for key in (
         "publish a port, on 127.0.0.1 unless an address is given", kind="list", fixed=True),
     Key("env", an_environment, "-e --env", "NAME[=VALUE]",
         "a variable, by name alone with the value it has here", kind="object", setting=True),
-    Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file, absolute path",
-        kind="list"),
+    Key("envFile", an_absolute_path, "--ef --env-file", "FILE", "an env file",
+        kind="list", of="run recreate"),
     Key("imageVersion", an_image_version, "--iv --image-version", "VERSION",
         "version of the image", of="run build", default=IMAGE_VERSION, fixed=True,
         part_of="image"),
@@ -620,6 +647,8 @@ KEYS = {key.name: key for key in (
         fixed=True, setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("notify", a_program, own=True),
+    Key("detachKeys", a_key_sequence, default="ctrl-\\,d"),
     Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
         default="admin", variable="SANDBOX_SERVER_USER"),
     Key("serverPass", a_word, "-P --password", "PASSWORD",
@@ -629,7 +658,8 @@ KEYS = {key.name: key for key in (
         kind="list", of="serve"),
     Key("runtime", an_engine, "--rt --runtime", "ENGINE",
         "{engines}; default: the first that answers",
-        of="run ps rm net prune build doctor serve", variable="SANDBOX_RUNTIME", above_file=True),
+        of="run ps attach logs stop start cp rm recreate rename net prune build doctor serve",
+        variable="SANDBOX_RUNTIME", above_file=True),
 )}
 
 
@@ -658,12 +688,16 @@ class Layer:
     def __init__(self, values: Mapping[str, Any], origin: str, prefix: str = "", code: int = 1, *,
                  places: Mapping[str, str] | None = None) -> None:
         self.origin, self.prefix, self.places = origin, prefix, places or {}
+        # What -e has named: NAME with the value that it has here, NAME= with another one.
+        self.variables: list[str] = []
         self.values: dict[str, Any] = {}
         for name, value in values.items():
             place = self.source(name)
             if name not in KEYS:
                 raise SandboxError(f"{place}: unknown key{nearest(name, KEYS)}",
                                    f"the keys are {', '.join(KEYS)}", code)
+            if KEYS[name].own and origin not in ("file", "profile", "settings"):
+                raise SandboxError(f"{place}: it is for {config_path()} alone", code=code)
             if KEYS[name].excludes in self.values:
                 raise SandboxError(f"{place}: not together with {KEYS[name].excludes}",
                                    "keep one of them", code)
@@ -714,6 +748,9 @@ def merge_env(layers: Sequence[Layer],
     env: dict[str, tuple[Any, str]] = {}
     for layer in layers:
         for path in layer.values.get("envFile", ()):
+            if layer.origin == "created" and not os.path.exists(path):
+                say(f"{path}, an env file that the session was created with, is gone")
+                continue
             env.update((n, (v, f"{path}:{line}")) for n, (v, line) in read(path).items())
     for layer in layers:
         for name, value in layer.values.get("env", {}).items():
@@ -950,20 +987,21 @@ class Output:
     terminal on which it could ask for a passphrase.
     """
 
-    def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> None:
-        """`seconds` from now it must have ended."""
+    def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
+                 env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
+        """`seconds` from now it must have ended; `stdin` is less than a pipe takes."""
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
-        null = os.open(os.devnull, os.O_RDONLY)
-        (self.out, out), (self.err, err) = os.pipe(), os.pipe()
+        (given, end), (self.out, out), (self.err, err) = os.pipe(), os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, fds={0: null, 1: out, 2: err}, own_group=self.leads)
+            os.write(end, stdin)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
         finally:
-            self.close(null, out, err)
+            self.close(given, end, out, err)
 
     @staticmethod
     def close(*fds: int) -> None:
@@ -1035,6 +1073,28 @@ class Output:
     def kill(self, number: int) -> None:
         with suppress(ProcessLookupError):
             (os.killpg if self.leads else os.kill)(self.pid, number)
+
+
+def news(session: str, what: str, text: str, turn: str | None = None,
+         status: int | None = None) -> dict[str, Any]:
+    """What a person may want to come back for; the last line of a text that may be anybody's."""
+    lines = printable(text[-16 * NEWS_CHARS:]).split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return {"session": session, "what": what, "turn": turn, "status": status,
+            "text": last[:NEWS_CHARS]}
+
+
+def notify(command: Sequence[str], event: Mapping[str, Any]) -> str:
+    """Give an event, as JSON on stdin, to the person's own command; what went wrong, or ''."""
+    try:
+        called = Output(command, NOTIFY_SECONDS, stdin=to_json(event).encode() + b"\n")
+        status, out, err = called.result(NOTIFY_BYTES)
+    except OSError as error:
+        return f"notify: {command[0]}: {error.strerror}"
+    except SandboxError as error:
+        return f"notify: {error.message}"
+    why = news("", "", err or out)["text"]
+    return status and f"notify: {command[0]} ended with status {status}: {why}" or ""
 
 
 # --- Long work ---
@@ -1346,10 +1406,12 @@ class Engine:
         "ping": ("ps", "-q"),  # fails where the engine cannot do anything
         "start": ("start",), "stop": ("stop", "-t", "5"), "unpause": ("unpause",),
         "restart": ("restart", "-t", "1"),  # starts it, too
+        "cp": ("cp",),  # takes what and where; one of them is ID:PATH
         "rename": ("rename",),  # takes the id and the new name
         "remove": ("rm", "-f", "-v"),  # one that runs, too, and its anonymous volumes
         "volumes": ("volume", "ls", "-q"),  # prints their names
         "remove-volume": ("volume", "rm"),  # without -f: podman would remove its containers
+        "commit": ("commit",),  # makes an image of a container, without what is mounted in it
         "pull": ("pull", "-q"), "remove-image": ("image", "rm"),
         "import": ("import",),  # takes a tar archive of a root directory and the image's name
     }
@@ -1393,13 +1455,14 @@ class Engine:
     # -- containers --
 
     def inspect_argv(self, name: str) -> list[str]:
-        form = "{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{json .Config.Labels}}"
+        form = ("{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{.State.Pid}} "
+                "{{json .Config.Labels}}")
         return [self.name, "container", "inspect", "--format", form, name]
 
-    def read_inspected(self, out: str) -> tuple[str, str, str, int, dict[str, str]]:
-        """Id, name, state, exit status and labels of a container."""
-        id, name, state, code, labels = out.strip().split(" ", 4)
-        return id, name.lstrip("/"), state, int(code), parse_json(labels) or {}
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
+        """Id, name, state, exit status, pid (0 for unknown) and labels of a container."""
+        id, name, state, code, pid, labels = out.strip().split(" ", 5)
+        return id, name.lstrip("/"), state, int(code), int(pid), parse_json(labels) or {}
 
     def is_absent(self, err: str) -> bool:
         """Whether a call failed because there is no such container."""
@@ -1416,6 +1479,10 @@ class Engine:
     def read_list(self, out: str) -> list[dict[str, Any]]:
         """A row for each container: name, state, image, created (ISO 8601), labels."""
         raise NotImplementedError
+
+    def image_of_argv(self, name: str) -> list[str]:
+        """Prints the id of the image that a container was made from."""
+        return [self.name, "container", "inspect", "--format", "{{.Image}}", name]
 
     def create_argv(self, name: str, image: str, command: Sequence[str], *,
                     labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
@@ -1504,10 +1571,12 @@ class Engine:
         """What this machine lacks for a build, as far as it can be seen."""
         return None
 
-    def try_argv(self, image: str, command: Sequence[str], network: str = "open") -> list[str]:
-        """Runs a command in a new container of an image, and removes that."""
-        return [self.name, "run", "--rm", "--init", "--pull", "never", "--entrypoint", command[0],
-                *(["--network", network] if network != "open" else []), image, *command[1:]]
+    def try_argv(self, image: str, command: Sequence[str], network: str = "open",
+                 volumes: Sequence[str] = ()) -> list[str]:
+        """Runs a command as root in a new container of an image, and removes that."""
+        return [self.name, "run", "--rm", "--init", "--pull", "never", "--user", "0:0",
+                *(["--network", network] if network != "open" else []),
+                *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
     # -- failures and their remedies --
 
@@ -1833,6 +1902,20 @@ def candidates(config: Config) -> list[Engine]:
     return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
 
 
+def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
+    """The engines of a command on what exists: a mistake in the file does not keep it from that."""
+    flags = flags_layer(args) if args else None
+    try:
+        return candidates(load_config(flags))
+    except SandboxError as error:
+        kept: dict[str, Any] = {}
+        with suppress(SandboxError, KeyError):  # with a mistake elsewhere this one still counts
+            kept = Layer({"runtime": read_config()["runtime"]}, "file").values
+        engines = candidates(load_config(flags, data=kept))
+        say(error.message)
+        return engines
+
+
 def first_answer(engines: Sequence[Engine],
                  start: Callable[[Engine], Output]) -> tuple[Engine, int, str, str]:
     """The first engine that answers a call, and status, stdout, stderr. Raises EngineProblem."""
@@ -1918,10 +2001,14 @@ def ask_person(text: str) -> str:
 
 
 class Session:
-    """A container as its labels describe it; `id` is the engine's, '' before there is one."""
+    """A container as its labels describe it; `id` is the engine's, '' before there is one.
+
+    `process` is mark_of() its first process, None for unknown.
+    """
 
     def __init__(self, name: str, state: str, labels: Mapping[str, str], id: str = "") -> None:
         self.name, self.state, self.labels, self.id = name, state, labels, id
+        self.process: str | None = None
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
         self.profile = labels.get("sandbox.profile", "")
         self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
@@ -1929,6 +2016,11 @@ class Session:
         proxied = labels.get("sandbox.network") == "allow"
         self.proxy = f"sandbox-proxy-{labels.get('sandbox.session')}" if proxied else ""
         self.volume = self.proxy.replace("proxy", "net")
+        # The volume that is its home; '' for one of before there were any. Anyone can give a
+        # container labels: no other volume may be meant.
+        home = labels.get("sandbox.home", "")
+        ours = home.startswith(HOME_VOLUME) and is_plain(home.removeprefix(HOME_VOLUME), "")
+        self.home = home if ours else ""
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What it was created from, and the settings that came from flags or name its agent.
@@ -1943,6 +2035,13 @@ class Session:
         except (KeyError, TypeError, ValueError, AttributeError, SandboxError):
             message = f"the labels of the container {self.name} are not those of a whole session"
             raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
+
+
+    def variables(self) -> list[str]:
+        """The variables that -e gave it at its creation, without their values: Layer.variables."""
+        self.created()  # raises
+        names = parse_json(self.labels["sandbox.created"]).get("variables")
+        return [name for name in names if is_text(name)] if isinstance(names, list) else []
 
 
 class NotASession(SandboxError):
@@ -1967,6 +2066,9 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
                                     and len(sources) == 1 + len(volumes)):
         raise ValueError("sources")
+    git = spec.get("git")  # an old session has none
+    if git and not (git["parts"] and all(map(is_text, (git["common"], git["at"], *git["parts"])))):
+        raise ValueError("git")
     if isinstance(network, dict) != (labels.get("sandbox.network") == "allow"):
         raise ValueError("network")
 
@@ -2011,13 +2113,19 @@ def lock_settings(name: str) -> Iterator[None]:
 
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
                    flags: Layer | None = None, profile: str | None = None,
-                   data: Mapping[str, Any] | None = None) -> Config:
-    """What is in force for a session: configuration, creation, settings, and flags given now."""
+                   data: Mapping[str, Any] | None = None,
+                   kept: Mapping[str, Any] | None = None) -> Config:
+    """What is in force for a session: configuration, creation, settings, and flags given now.
+
+    `kept` is of its creation, where another one is planned.
+    """
     data = read_config() if data is None else data
     settings = read_settings(session.name) if settings is None else settings
     if profile is None and session.profile in data.get("runs", {}):
         profile = session.profile
-    _, kept = session.created()
+    kept = session.created()[1] if kept is None else kept
+    env = {name: os.environ[name] for name in session.variables() if name in os.environ}
+    kept = {**kept, "env": env} if env else kept
     created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
     # Without agentPromptCommand: it may be '' there.
     settings = {name: settings[name] for name in settings if name != "agentPromptCommand"}
@@ -2032,10 +2140,11 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
         return engine, None
     if status:
         raise engine.failure(err)
-    id, real_name, state, _, labels = engine.read_inspected(out)
+    id, real_name, state, _, pid, labels = engine.read_inspected(out)
     if real_name != name:  # the engine takes the start of an id, too
         return engine, None
     session = Session(name, state, labels, id)
+    session.process = mark_of(pid) if state == "running" else None
     if "sandbox.session" not in session.labels:
         raise NotASession(f"the container {name} exists and is not a sandbox session",
                           "choose another name with -n", 125)
@@ -2047,8 +2156,9 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 
 
 # A run without a terminal does not look for the container first: it execs into the id that the
-# name had when it was last seen. Ids are never given twice, so at worst the engine knows no such
-# container, or the container is stopped. Then cmd_run looks for it after all and tries again, but
+# name had when it was last seen, unless its first process was seen on this machine and has ended.
+# Ids are never given twice, so at worst the engine knows no such container, or the container is
+# stopped. Then cmd_run looks for it after all and tries again, but
 # only where the container itself shows that the command did not begin: no command runs twice.
 ENGINE_STATUS = (1, 125, 126, 127, 255)  # of a client that could not exec, and of many a command
 KILLED = 137  # an exec whose container ends
@@ -2061,13 +2171,14 @@ def memory_path(engine: Engine, name: str) -> str:
 
 
 def remember(engine: Engine, session: Session) -> None:
-    """Note id and labels of a session; that the note cannot be written does not matter."""
+    """Note what is known of a session; that the note cannot be written does not matter."""
     known = recall([engine], session.name)
-    if known and known[1].id == session.id:
+    if known and (known[1].id, known[1].process) == (session.id, session.process):
         return
     with suppress(FileError):
         write_private(memory_path(engine, session.name),
-                      to_json({"id": session.id, "labels": session.labels}))
+                      to_json({"id": session.id, "labels": session.labels,
+                               "process": session.process}))
 
 
 def look_next_time(engine: Engine, session: Session) -> None:
@@ -2080,8 +2191,23 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
     for engine in engines:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = read_json(memory_path(engine, name))
-            return engine, Session(name, "running", data["labels"], data["id"])
+            session = Session(name, "running", data["labels"], data["id"])
+            session.process = data.get("process")
+            return engine, session
     return None
+
+
+def mark_of(pid: int | str) -> str:
+    """A process and when it was started; '' for one that is not seen from here."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return f"{pid} {int(file.read().rpartition(b')')[2].split()[19])}"
+    return ""
+
+
+def has_ended(session: Session) -> bool:
+    """Whether a session that was seen to run here does not do so any more, or was never seen."""
+    mark = session.process
+    return mark is None or bool(mark) and mark_of(mark.partition(" ")[0]) != mark
 
 
 def spec_of(config: Config) -> dict[str, Any]:
@@ -2093,7 +2219,7 @@ def spec_of(config: Config) -> dict[str, Any]:
     for key in KEYS.values():
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
-    return spec
+    return spec | {"git": git_of(spec)}
 
 
 def resolved(path: str) -> str:
@@ -2115,14 +2241,21 @@ def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
             lines += [f"{key}: it lacks {item}" for item in value if item not in old]
             lines += [f"{key}: it has {item}, which is no longer asked for"
                       for item in old if item not in value]
-        elif value != old and not (isinstance(old, dict) and isinstance(value, dict)):
+        elif value != old and not (isinstance(old, dict) and is_closed(value)):
             lines.append(f"{key}: it has {shown(old)}, asked for is {shown(value)}")
     return lines
 
 
+def is_closed(network: Any) -> bool:
+    """Whether the proxy of an allowlist can make it so: by rules, or by none at all."""
+    return isinstance(network, dict) or network == "none"
+
+
 def shown(value: Any) -> str:
     """A value of a specification in words."""
-    return "an allowlist" if isinstance(value, dict) else str(value or "none")
+    if isinstance(value, dict):
+        return str(value["common"]) if "common" in value else "an allowlist"
+    return str(value or "none")
 
 
 def agent_of(command: str | Sequence[str]) -> str:
@@ -2131,20 +2264,25 @@ def agent_of(command: str | Sequence[str]) -> str:
     return SHORTCUTS.get(os.path.basename(word), "") if len(word) > 2 else ""
 
 
-def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str) -> dict[str, str]:
-    """The labels that make a container a session; nothing secret is in them."""
+def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str,
+              home: str = "") -> dict[str, str]:
+    """The labels that make a container a session, with a new home or that of another container;
+    no value of a variable is in them.
+    """
     agent = config.get("yolo") or (agent_of(config.get("command")) if config.get("command") else "")
     # not the directory: where a later run comes from does not change it
     kept = {name: value for name, value in flags.values.items()
-            if KEYS[name].fixed and name != "hostPath"}
+            if (KEYS[name].fixed and name != "hostPath") or name == "envFile"}
     if agent:
         kept |= {key.name: config.get(key.name) for key in KEYS.values()
                  if key.excludes and config.get(key.name)}
     return {
         "sandbox.session": random_id(), "sandbox.user": user, "sandbox.agent": agent,
+        "sandbox.home": home or new_home(),
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
-        "sandbox.created": to_json({"spec": spec, "flags": kept}, separators=(",", ":"))}
+        "sandbox.created": to_json({"spec": spec, "flags": kept, "variables": flags.variables},
+                                   separators=(",", ":"))}
 
 
 def limits() -> list[Key]:
@@ -2168,26 +2306,40 @@ def asset(path: str) -> bytes:
 def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
                  labels: Mapping[str, str]) -> list[str]:
     """The engine call that creates a session: an idle init that execs come into."""
-    volume = Session(name, "", labels).volume
-    options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
+    session, git = Session(name, "", labels), spec.get("git")
+    volume = session.volume
+    home = session.home if has_home(spec) else ""
     script = asset("session/mounts.sh") + asset("session/init.sh")
     return engine.create_argv(
         name, spec["image"],
-        ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"),
+        ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"), home,
          *mounts_meant(spec)],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
-        env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else [])],
+        env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else []),
+             *([f"SANDBOX_GIT={git['at']}"] if git else [])],
         limits={key.limit: spec[key.name] for key in limits()},
         network="none" if isinstance(spec["network"], dict) else spec["network"],
         ports=spec["ports"],
-        binds=list(zip(spec["sources"], mount_targets(spec), options, strict=True)),
-        volumes=[f"{volume}:{NET_DIRECTORY}:ro"] if volume else [],
+        binds=binds_of(spec),
+        volumes=[*([f"{volume}:{NET_DIRECTORY}:ro"] if volume else []),
+                 *([f"{home}:{CONTAINER_HOME}"] if home else [])],
         log_size="1m")  # it has a limit because root inside the container can write to it
 
 
 def mount_targets(spec: Mapping[str, Any]) -> list[str]:
     """Where the mounts of a specification are in the container, in the order of its sources."""
     return [spec["workdir"], *(volume.split(":")[1] for volume in spec["volumes"])]
+
+
+def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """All mounts of a specification: source, place in the container, options."""
+    options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
+    return [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec)]
+
+
+def has_home(spec: Mapping[str, Any]) -> bool:
+    """Whether the home is the session's own: nothing of the host is mounted in its place."""
+    return all(within(CONTAINER_HOME, target) is None for target in mount_targets(spec))
 
 
 def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
@@ -2197,7 +2349,7 @@ def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             arguments = [file.read().strip()]
-        for source, target in zip(spec["sources"], mount_targets(spec), strict=True):
+        for source, target, _ in binds_of(spec):
             arguments += [place_of(source), target]
     except FileNotFoundError:
         return []
@@ -2249,10 +2401,12 @@ def engine_sockets() -> list[str]:
 def check_mounts(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when a mount would hand out an engine's socket, or two go to one place."""
     paths = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    mounted = [*zip(paths, spec["sources"], strict=True),
+               *((source, source) for source, _, _ in git_binds(spec))]
     sockets = [socket for socket in engine_sockets() if os.path.exists(socket)]
     names = {os.path.basename(path) for engine in ENGINES.values() for path in engine.sockets}
     names.update(map(os.path.basename, OTHER_SOCKETS))
-    for source, real in zip(paths, spec["sources"], strict=True):
+    for source, real in mounted:
         inside = any(within(socket, real) is not None for socket in sockets)
         if inside or os.path.basename(real) in names:
             message = f"{source} holds an engine's socket: whoever reaches it owns the host"
@@ -2261,7 +2415,7 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
         if f"{real}/".startswith(("/proc/", "/sys/", "/dev/")):
             raise SandboxError(f"{source} is a window of the host's kernel", "mount something else",
                                125)
-    targets = mount_targets(spec)
+    targets = [target for _, target, _ in binds_of(spec)]
     for target in targets:
         if targets.count(target) > 1:
             raise SandboxError(f"two mounts go to {target}", "keep one of them", 125)
@@ -2283,22 +2437,23 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}",
                                "choose another path (--cp, -v)", 125)
-    for source in spec["sources"]:
+    for source, _, _ in binds_of(spec):
         if not is_exact(source):
             message = f"a mounted path leads to {source!r}, whose name engines read in another way"
             raise SandboxError(message, "rename it: no control characters, nothing but UTF-8", 125)
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
-                   spec: Mapping[str, Any]) -> tuple[Engine, Session]:
+                   spec: Mapping[str, Any], home: str = "") -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
-    `spec` is spec_of(config) as it was checked. Raises SandboxError.
+    `spec` is spec_of(config) as it was checked, `home` a volume that is there. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
-    labels = labels_of(config, flags, spec, container_user(rootless))
+    labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
+    make_worktree_config(spec)
     status = 1
     try:
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
@@ -2319,21 +2474,203 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         say(err.strip())  # the engine warns that it cannot enforce a limit
     session.id = out.strip()
     remember(engine, session)
+    if note := git_note(spec):
+        say(note)
     return engine, session
+
+
+def recreation(session: Session, flags: Layer,
+               profile: str | None = None) -> tuple[Config, Layer, dict[str, Any]]:
+    """What a session is to be created from anew, with these flags: its configuration, what of that
+    its labels keep, and its specification.
+
+    A list among the flags takes the place of the one that was given before.
+    """
+    have, kept = session.created()
+    check_owner(session)
+    kept = {**kept, "hostPath": have["directory"]}
+    if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
+        kept["containerPath"] = have["workdir"]
+    kept |= {name: value for name, value in flags.values.items()
+             if KEYS[name].fixed or name == "envFile"}
+    if "network" in flags.values:
+        now = session_config(session).get("network")
+        kept["network"] = with_rules(now, flags.values["network"])
+    config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
+    layer = Layer(kept, "created")
+    layer.variables = list(dict.fromkeys([*session.variables(), *flags.variables]))
+    return config, layer, spec_of(config)
+
+
+def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
+    """The settings of a session without what flags give it anew."""
+    return {name: value for name, value in read_settings(session.name).items()
+            if not (name in flags.values and KEYS[name].fixed)}
+
+
+def check_recreation(session: Session, spec: Mapping[str, Any]) -> None:
+    """Raise SandboxError when a session cannot be created anew from a specification."""
+    check_spec(spec)
+    # A link in a path may lead to an engine's socket by now.
+    have, _ = session.created()
+    if (spec["sources"], spec["git"]) != (have.get("sources"), have.get("git")):
+        check_mounts(spec)
+
+
+def recreate_command(session: Session, flags: Layer, profile: str | None) -> str:
+    """The command that creates a session anew as a `run` with these flags asks for."""
+    _, kept = session.created()
+    words = ["sandbox", "recreate", session.name]
+    words += ["-r", profile] if profile and profile != session.profile else []
+    for name, value in flags.values.items():
+        key = KEYS[name]
+        if key.fixed and isinstance(value, dict):
+            words += each("--allow", value["allow"])
+        elif key.fixed and isinstance(value, list):
+            words += each(key.flags[0], dict.fromkeys([*kept.get(name, ()), *value]))
+        elif key.fixed or name == "runtime":
+            words += [key.flags[0], str(value)]
+    return quote_all(words)
 
 
 def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
                      spec: Mapping[str, Any]) -> Session:
-    """Create a session anew as configured now; where that fails the old one is there, stopped."""
+    """Create a session anew from a recreation(), with its home; where that fails the old container
+    is there, stopped.
+    """
+    image, before = present_image(engine, config), image_of(engine, session)
+    aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
+    fresh = None
+    look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
-    engine.ask(engine.argv("rename", session.id, f"{session.name}.{random_id()}"))
     try:
-        _, fresh = create_session([engine], session.name, config, flags, spec)
+        engine.ask(engine.argv("rename", session.id, aside))
+        if not session.home:
+            copy_home(engine, session, home)
+        renew_home(engine, home, before, image, left_places(session, spec))
+        _, fresh = create_session([engine], session.name, config, flags, spec, home)
+        check_ready(engine, fresh)
     except BaseException:
-        Output(engine.argv("rename", session.id, session.name)).result()
+        if fresh:
+            remove_container(engine, fresh)
+        taken, _, err = Output(engine.argv("rename", session.id, session.name)).result()
+        if taken and engine.is_name_taken(err):
+            say(f"to come back: sandbox rename {aside} NAME")
+        else:
+            say(f"{session.name} is there as it was, stopped")
+        remember(engine, session)
+        if session.home and before:
+            with suppress(SandboxError):  # the first failure is the one to tell
+                renew_home(engine, home, image, before)
+        remove_home(engine, home)  # a new one: nobody uses it
         raise
     remove_container(engine, session)
+    for id in recorded_terminals(session.name):
+        forget_terminal(session.name, id)
     return fresh
+
+
+def present_image(engine: Engine, config: Config) -> str:
+    """The id of the image to create from. Raises EngineProblem where it or its agent is missing."""
+    check_agent(engine, config)
+    image = Image(engine, config.image).id
+    if not image:
+        raise missing_image(engine, config)
+    return image
+
+
+def image_of(engine: Engine, session: Session) -> str:
+    """The id of the image that a session was created from; '' where it is not known."""
+    status, out, _ = Output(engine.image_of_argv(session.id)).result()
+    return "" if status else out.strip()
+
+
+def check_ready(engine: Engine, session: Session) -> None:
+    """Wait for a container that was just created. Raises SandboxError where it has ended."""
+    wait = ["sh", "-c", "until [ -e /run/sandbox-ready ]; do sleep 0.05; done"]
+    if Output(engine.exec_argv(session.id, wait), LONG_SECONDS).result()[0]:
+        lines = [f"the container {session.name} ended as soon as it was started",
+                 *last_lines(engine, session)]
+        raise SandboxError("\n".join(lines), "correct the image or the mounts", 125)
+
+
+# --- Homes ---
+# The home of a session is a volume, which goes from container to container and only with `rm`. What
+# is done with it is done by a container of its own: nothing of the host sees what is in it.
+
+HOME_VOLUME = "sandbox-home-"
+
+
+def new_home() -> str:
+    """The name of a volume for a home; who mounts it first makes it."""
+    return HOME_VOLUME + random_id()
+
+
+def home_argv(engine: Engine, image: str, home: str, *words: str, source: str = "") -> list[str]:
+    """The engine call for a step of static/session/home.sh on a home that no container uses."""
+    volumes = [f"{home}:/run/sandbox-home", *([f"{source}:/run/sandbox-from:ro"] if source else ())]
+    script = asset("session/home.sh").decode()
+    return engine.try_argv(image, ["sh", "-c", script, "sandbox", *words], "none", volumes)
+
+
+def copy_home_argv(engine: Engine, session: Session, home: str) -> list[str]:
+    """The engine call that copies the home of a session to a new one."""
+    return home_argv(engine, image_of(engine, session), home, "copy", "/run/sandbox-from",
+                     source=session.home)
+
+
+def copy_home(engine: Engine, session: Session, home: str) -> None:
+    """Copy what a session has in its home, and nothing of what is mounted there, to a new one."""
+    step = Step(f"copy the home of {session.name}")
+    if session.home:
+        step.run(copy_home_argv(engine, session, home), silent_seconds=1)
+        return
+    # A session of before there were volumes: its home is in the container itself.
+    made = engine.ask(engine.argv("commit", session.id), LONG_SECONDS).split()[-1]
+    try:
+        step.run(home_argv(engine, made, home, "copy", CONTAINER_HOME), silent_seconds=1)
+    finally:
+        Output(engine.argv("remove-image", made), LONG_SECONDS).result()
+
+
+def renew_home(engine: Engine, home: str, before: str, image: str,
+               left: Sequence[str] = ()) -> None:
+    """Put what an image has in its home, or will by init.sh, in the place of what the image before
+    had and nobody has changed; `left` are places in the home where nothing is mounted any more.
+    """
+    if before == image and not left:
+        return
+    if before:
+        Output(home_argv(engine, before, home, "drop", CONTAINER_HOME, *left),
+               LONG_SECONDS).result()
+    Step("renew the home").run(home_argv(engine, image, home, "fill", CONTAINER_HOME),
+                               silent_seconds=1)
+
+
+def left_places(session: Session, spec: Mapping[str, Any]) -> list[str]:
+    """The places below the home that a session has mounts at, and a specification has none."""
+    targets = mount_targets(spec)
+    return [place for target in mount_targets(session.created()[0])
+            if target not in targets and (place := within(target, CONTAINER_HOME))]
+
+
+def remove_home(engine: Engine, home: str) -> None:
+    """Remove a home, unless a container uses it."""
+    if home:
+        Output(engine.argv("remove-volume", home), LONG_SECONDS).result()
+
+
+def duplicate_home(engine: Engine, session: Session, config: Config,
+                   spec: Mapping[str, Any]) -> str:
+    """A new home with what a session has in its own, for a container of this specification."""
+    image, home = present_image(engine, config), new_home()
+    try:
+        copy_home(engine, session, home)
+        renew_home(engine, home, image_of(engine, session), image, left_places(session, spec))
+    except BaseException:
+        remove_home(engine, home)
+        raise
+    return home
 
 
 def container_user(rootless: bool) -> str:
@@ -2351,6 +2688,7 @@ def remove_leftover(engine: Engine, session: Session) -> None:
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
+    remove_home(engine, session.home)
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2361,7 +2699,7 @@ def start_session(engine: Engine, session: Session) -> None:
         hint = "run: " + quote_all(engine.argv("unpause", session.name))
         raise SandboxError(f"the container {session.name} is paused", hint, 125)
     have, _ = session.created()
-    if any(resolved(path) != path for path in have.get("sources", ())):
+    if have.get("sources") and any(resolved(path) != path for path, _, _ in binds_of(have)):
         raise mount_turned(session)
     # Restart the proxy: what ran in the session before may have left it stuck. Give it its rules
     # before any command runs.
@@ -2394,7 +2732,7 @@ TURNED_STATUS = 97
 
 def mount_turned(session: Session) -> SandboxError:
     return SandboxError(f"a mount of {session.name} now leads through a link to another place",
-                        f"look at its mounted paths, then: sandbox rm {session.name}", 125)
+                        f"look at its mounted paths, then: sandbox recreate {session.name}", 125)
 
 
 def stop_session(engine: Engine, session: Session) -> None:
@@ -2426,21 +2764,102 @@ def check_agent(engine: Engine, config: Config) -> None:
                             Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
 
-def find_given(engines: Sequence[Engine], name: str, command: str) -> tuple[Engine, Session]:
+def find_given(engines: Sequence[Engine], name: str, command: str,
+               code: int = 1) -> tuple[Engine, Session]:
     """The session that a command was given by its name. Raises SandboxError where there is none."""
     Layer({"containerName": name}, "check", f"{command}: ")
     engine, session = find_session(engines, name)
     if session is None:
-        raise SandboxError(f"there is no container {name}", "sandbox ps lists them")
+        raise SandboxError(f"there is no container {name}", "sandbox ps lists them", code)
     return engine, session
 
 
 def remove_session(engine: Engine, session: Session) -> None:
-    """Remove a container of ours, its anonymous volumes, its settings and its jobs."""
-    remove_container(engine, session)
-    forget_files(session.name)
-    with suppress(OSError):
+    """Remove a container of ours, its volumes, its settings and its jobs."""
+    with suppress(OSError):  # first: this tells others who end with it, see check_removed()
         os.unlink(memory_path(engine, session.name))
+    remove_container(engine, session)
+    remove_home(engine, session.home)
+    forget_files(session.name)
+
+
+def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
+    """The commands that run in a session, one for each of its tags but our `own`; not autostart."""
+    out = ""
+    if session.state == "running":
+        command = ["sh", "-c", asset("session/users.sh").decode()]
+        argv = engine.exec_argv(session.id or session.name, command, user=session.user)
+        with suppress(EngineProblem):
+            out = Output(argv).result(USERS_BYTES)[1]
+    found: dict[str, tuple[int, str]] = {}  # of each tag the first process
+    for line in out.split("\n"):
+        pid, tag, *words = (line + "  ").split(" ", 2)
+        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10 and tag not in own:
+            process = int(pid), printable(words[0])[:200].strip()
+            found[tag] = min(process, found.get(tag, process))
+    return [words for _, words in sorted(found.values())]
+
+
+USERS_BYTES = 1 << 20
+
+
+def may_remove(engine: Engine, session: Session, own: Container[str] = (),
+               what: str = "Remove it") -> bool:
+    """Ask a person whether the container of a session that others use is to go; a script has
+    decided.
+    """
+    users = users_of(engine, session, own) if can_ask() else []
+    if not users:
+        return True
+    more = f" and {len(users) - 3} more" if len(users) > 3 else ""
+    say(f"{session.name} is in use: {'; '.join(users[:3])}{more}")
+    return ask_person(f"{what} all the same? [y/N] ").lower() in ("y", "yes")
+
+
+def check_removed(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError where a session was removed by another command of ours.
+
+    As long as the note of it is there this costs no call of the engine.
+    """
+    known = recall([engine], session.name)
+    if known and known[1].id == session.id:
+        return
+    for _ in range(REMOVAL_STEPS):
+        state, _ = end_of(engine, session, status)
+        if not state:
+            how = "created anew" if recall([engine], session.name) else "removed"
+            raise SandboxError(f"the session {session.name} was {how} by another command",
+                               code=status)
+        if state == "running":  # the note could not be written
+            return
+        time.sleep(0.1)
+
+
+REMOVAL_STEPS = 50
+
+
+def rename_session(engine: Engine, session: Session, name: str) -> None:
+    """Give a session another name; what runs in it goes on."""
+    Layer({"containerName": name}, "check", "rename: ")
+    with lock_settings(session.name):
+        status, _, err = Output(engine.argv("rename", session.id, name)).result()
+        if status and engine.is_name_taken(err):
+            raise SandboxError(f"there is a container {name} already", "choose another name")
+        if status:
+            raise engine.failure(err)
+        forget_files(name)  # an earlier session's
+        try:
+            for path_of in (jobs_path, terminals_path, settings_path):
+                with suppress(FileNotFoundError):
+                    os.rename(path_of(session.name), path_of(name))
+        except OSError as error:
+            Output(engine.argv("rename", session.id, session.name)).result()
+            raise FileError(path_of(name), error) from None
+        with suppress(OSError):
+            os.unlink(memory_path(engine, session.name))
+        remember(engine, Session(name, session.state, session.labels, session.id))
+    with suppress(OSError):
+        os.unlink(f"{settings_path(session.name)}.lock")
 
 
 def remove_container(engine: Engine, session: Session) -> None:
@@ -2456,12 +2875,13 @@ def jobs_path(name: str) -> str:
 
 
 def forget_files(name: str) -> None:
-    """Remove what the web service keeps for a session."""
+    """Remove what is kept for a session: settings, jobs, records of terminals."""
     for path in (settings_path(name), f"{settings_path(name)}.lock"):
         with suppress(OSError):
             os.unlink(path)
-    if os.path.isdir(jobs_path(name)):
-        remove_tree(jobs_path(name))
+    for folder in (jobs_path(name), terminals_path(name)):
+        if os.path.isdir(folder):
+            remove_tree(folder)
 
 
 def remove_tree(path: str) -> None:
@@ -2471,12 +2891,13 @@ def remove_tree(path: str) -> None:
 
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
-ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created")
+ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created",
+             "sandbox.home")
 
 
-def list_sessions(engines: Sequence[Engine]) -> list[dict[str, str]]:
-    """All sessions, with one call: name, state, agent, profile, image, directory, network, created
-    (ISO 8601), runtime.
+def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
+    """All sessions, with one call: name, state, agent, profile, image, directory, network, ports
+    (a list), created (ISO 8601), runtime.
 
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
@@ -2501,21 +2922,219 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
     return engine, engine.read_list(out)
 
 
-def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, str]:
+def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
     """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
     labels = row["labels"]
-    result = {
-        "name": row["name"], "state": row["state"],
+    result: dict[str, Any] = {
+        "name": row["name"], "state": row["state"], "ports": [],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
         "image": row["image"], "created": row["created"], "runtime": runtime}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
     try:
-        Session(result["name"], "", labels).created()
+        result["ports"] = Session(result["name"], "", labels).created()[0]["ports"]
     except BrokenSession:
         result["state"] = "broken"
     return result
+
+
+# --- Git ---
+# What git on this machine would do is found out by reading: a repository says what git is to run,
+# so git never runs in one here.
+
+# In a container the repository of a linked worktree is read-only there, but for what a commit
+# writes. So nothing can be added that git on this machine obeys: hooks, configuration, `commondir`.
+GIT_DIRECTORY = "/run/sandbox-git"
+GIT_FILE_BYTES = 256 * 1024
+
+
+def read_small(path: str, follow: bool = False) -> str:
+    """The text of a small regular file, '' for anything else, a link (unless `follow`) included."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    except OSError:
+        return ""
+    try:
+        stat = os.fstat(fd)
+        regular = stat.st_mode & 0o170000 == 0o100000 and stat.st_size <= GIT_FILE_BYTES
+        text = os.read(fd, GIT_FILE_BYTES) if regular else b""
+    finally:
+        os.close(fd)
+    return text.decode(errors="surrogateescape").replace("\0", "?")
+
+
+def is_folder_of_ours(path: str) -> bool:
+    with suppress(OSError):
+        stat = os.lstat(path)
+        return stat.st_mode & 0o170000 == 0o040000 and stat.st_uid == os.getuid()
+    return False
+
+
+def linked_admin(top: str) -> tuple[str, str]:
+    """What the `.git` of a linked worktree says, and the folder that means; '' for none.
+
+    Anybody may have written that file, the agent of an earlier session, too. Believed is what leads
+    without links to a repository of the person's that itself names this worktree.
+    """
+    link = read_small(f"{top}/.git").removesuffix("\n")
+    if not link.startswith("gitdir: ") or not is_exact(link):
+        return "", ""
+    link = link.removeprefix("gitdir: ")
+    admin = os.path.normpath(os.path.join(top, link))
+    common = os.path.dirname(os.path.dirname(admin))
+    needed = (common, f"{common}/objects", f"{common}/objects/info", f"{common}/refs", admin)
+    # The two files of the worktree's folder that lead: back, and up.
+    back, up = (os.path.normpath(os.path.join(admin, read_small(f"{admin}/{file}").rstrip("\n")))
+                for file in ("gitdir", "commondir"))
+    believed = (os.path.basename(os.path.dirname(admin)) == "worktrees"
+                and os.path.realpath(admin) == admin and all(map(is_folder_of_ours, needed))
+                and up == common and os.path.realpath(back) == f"{top}/.git"
+                and read_small(f"{common}/HEAD") and os.path.isfile(f"{common}/config"))
+    return (link, admin) if believed else ("", "")
+
+
+def git_of(spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The repository of the linked worktree that a specification mounts: its path, where git looks
+    for it in the container, and the parts that are mounted. None for none, or where other mounts
+    decide what is there.
+    """
+    link, admin = linked_admin(resolved(spec["directory"]))
+    if not admin:
+        return None
+    common = os.path.dirname(os.path.dirname(admin))
+    place = os.path.normpath(os.path.join(spec["workdir"], link, "../.."))
+    if any(within(place, target) is not None for target in mount_targets(spec)):
+        return None
+    id = f"worktrees/{os.path.basename(admin)}"
+    parts = ["", "objects", "objects/info", "refs", id, f"{id}/commondir", f"{id}/gitdir"]
+    if "worktreeconfig" in read_small(f"{common}/config").lower():
+        parts.append(f"{id}/config.worktree")
+    return {"common": common, "at": place, "parts": parts}
+
+
+def git_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The mounts for the repository of a linked worktree, as binds_of() has them."""
+    git = spec.get("git")
+    if not git:
+        return []
+    own = os.path.dirname(git["parts"][-1])
+    binds = [(f"{spec['sources'][0]}/.git", f"{spec['workdir']}/.git", "ro")]
+    for part in git["parts"]:  # git follows links to its own folder, so that is in its place
+        place = git["at"] if within(part, own) is not None else GIT_DIRECTORY
+        options = "" if part in ("objects", "refs", own) else "ro"
+        binds.append((os.path.join(git["common"], part).rstrip("/"),
+                      os.path.join(place, part).rstrip("/"), options))
+    return binds
+
+
+def make_worktree_config(spec: Mapping[str, Any]) -> None:
+    """Make the worktree's own configuration where git would read one: what is not there cannot be
+    mounted read-only, and so could be made from inside. Raises SandboxError.
+    """
+    for path, _, _ in git_binds(spec):
+        if os.path.basename(path) == "config.worktree":
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644))
+            except OSError as error:
+                raise FileError(path, error) from None
+
+
+def git_note(spec: Mapping[str, Any]) -> str:
+    """A line on git in a new session: what it was given, or why git does not work; '' for none."""
+    directory, *sources = spec["sources"]
+    if spec.get("git"):
+        return (f"git works in this worktree: commits and branches of {spec['git']['common']} can "
+                "be written, hooks and configuration only read")
+    top = directory
+    while not os.path.lexists(f"{top}/.git"):
+        if top == "/":
+            return ""
+        top = os.path.dirname(top)
+    if any(within(top, source) is not None for source in sources):
+        return ""
+    if top != directory:
+        helps = ":" not in top and spec["workdir"] == spec["directory"]
+        more = f", or with -v {quote_all([f'{top}:{top}'])}" if helps else ""
+        return (f"git does not work in {directory}: its repository {top} is not mounted; run from "
+                f"{top}{more}")
+    if os.path.isfile(f"{top}/.git") and not linked_admin(top)[1]:
+        return (f"git does not work in {directory}: its .git leads to another place, which is no "
+                "repository of yours with this worktree, and is not mounted")
+    return ""
+
+
+def git_settings(path: str, folder: str, depth: int = 0) -> dict[str, str]:
+    """The values in a git configuration of the person's, by section and name, with the files that
+    it includes, those for this folder of a repository (`gitdir:` with a folder) among them.
+    """
+    found: dict[str, str] = {}
+    for key, value in parse_git_config(read_small(path, follow=True)):
+        found[key] = value
+        place = key.removeprefix("includeif.gitdir:").removesuffix(".path")
+        chosen = place != key and place.endswith("/") and within(
+            folder, os.path.expanduser(place).rstrip("/")) is not None
+        if (key == "include.path" or chosen) and depth < 10:  # as deep as git goes
+            more = os.path.join(os.path.dirname(path), os.path.expanduser(value))
+            found.update(git_settings(more, folder, depth + 1))
+    return found
+
+
+def parse_git_config(text: str) -> Iterator[tuple[str, str]]:
+    """`section.name` or `section.subsection.name`, and the value, of each line that has one."""
+    section = ""
+    for line in map(str.strip, text.split("\n")):
+        if line.startswith("["):
+            head, _, line = line[1:].partition("]")
+            name, _, below = head.partition(" ")
+            section = ".".join(filter(None, (name.lower(), below.strip().strip('"'))))
+        name, equals, value = line.partition("=")
+        if equals and not name.startswith(("#", ";")):
+            yield f"{section}.{name.strip().lower()}", git_value(value)
+
+
+def git_value(text: str) -> str:
+    """A value without its quotes, escapes and comment."""
+    value, quoted, escaped = "", False, False
+    for char in text.strip():
+        if escaped or char not in '\\"#;' or (quoted and char in "#;"):
+            value += char
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif char == '"':
+            quoted = not quoted
+        else:
+            break
+    return value.strip()
+
+
+def git_author(spec: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that name author and committer, as git on this machine would in the directory.
+
+    Of the repository's own configuration, which the session may have written, only the names count:
+    what it includes is not read.
+    """
+    git = f"{spec['directory']}/.git"
+    folder = spec["git"]["common"] if spec.get("git") else "" if os.path.islink(git) else git
+    if (file := os.environ.get("GIT_CONFIG_GLOBAL")) is not None:
+        files = [file]
+    else:
+        base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+        files = [f"{base}/git/config", os.path.expanduser("~/.gitconfig")]
+    known: dict[str, str] = {}
+    for file in files:
+        known.update(git_settings(file, folder))
+    known.update(parse_git_config(read_small(f"{folder}/config") if folder else ""))
+    env = {}
+    for role in ("author", "committer"):
+        for field in ("name", "email"):
+            name = f"GIT_{role}_{field}".upper()
+            value = (os.environ.get(name) or known.get(f"{role}.{field}")
+                     or known.get(f"user.{field}"))
+            if value and value.isprintable():
+                env[name] = value
+    return env
 
 
 # --- Network ---
@@ -2604,10 +3223,21 @@ def refusals(engine: Engine, session: Session, since: float) -> list[str]:
     with suppress(EngineProblem):  # a log that cannot be read must not hide the command's status
         _, out, _ = Output(engine.logs_argv(session.proxy, since=since)).result()
     entries = filter(None, map(decision_of, out.splitlines()))
-    denied = dict.fromkeys((e["host"], e["port"], e["reason"]) for e in entries
-                           if e["verdict"] == "deny")
-    return [f"{session.name} was refused {host} port {port}: {reason}; "
-            f"see: sandbox net log {session.name}" for host, port, reason in list(denied)[:5]]
+    denied = {(e["host"], e["port"]): e for e in entries if e["verdict"] == "deny"}
+    return [f"{session.name} was refused {e['host']} port {e['port']}: {e['reason']}; "
+            f"{remedy_of(session, e)}" for e in list(denied.values())[:5]]
+
+
+def remedy_of(session: Session, refusal: Mapping[str, Any]) -> str:
+    """The command that allows what was refused, or where there is none that shows more."""
+    missing = str(refusal.get("address") or refusal["host"])
+    rule = f"[{missing}]" if ":" in missing else missing
+    rule += "" if refusal["port"] in (443, 80) else f":{refusal['port']}"
+    with suppress(ValueError):
+        if refusal.get("kind") in ("unlisted", "denied", "address-private", "address-denied"):
+            words = ["sandbox", "net", "allow", session.name, a_rule(rule)]
+            return f"to allow it: {quote_all(words)}"
+    return f"see: sandbox net log {session.name}"
 
 
 def start_proxy(engine: Engine, session: Session) -> None:
@@ -2636,15 +3266,20 @@ def network_of(session: Session, config: Config) -> Any:
 
 
 def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force, those of --allow for good: see set_rules()."""
+    """Put an existing session's rules in force, those of --allow and --net none for good.
+
+    See set_rules().
+    """
     if not session.proxy:
         return True
     with lock_settings(session.name):  # and read again: somebody may have changed them
-        config = session_config(session, None, request.flags, request.args.profile)
+        asked = is_closed(request.flags.values.get("network"))  # what it cannot be changes nothing
+        config = session_config(session, None, request.flags if asked else None,
+                                request.args.profile)
         network = network_of(session, config)
         if not set_rules(engine, session, network, start):
             return False
-        if isinstance(request.flags.values.get("network"), dict):
+        if asked:
             write_settings(session.name, read_settings(session.name) | {"network": network})
     return True
 
@@ -2668,8 +3303,50 @@ def check_host(engine: Engine, session: Session, host: str) -> int:
     status, out, err = Output(argv, LONG_SECONDS).result()
     if not out:
         raise engine.failure(err)
-    show(out.rstrip("\n"))
+    if decision := decision_of(out):  # marked as what it is: in the log such a line is traffic
+        show(to_json({"check": True} | decision))
     return status
+
+
+# --- Ports ---
+
+
+def short_port(port: str) -> str:
+    """A published port as `ps` shows it: 3000->80, behind its address where that is another one."""
+    place, _, inner = port.removeprefix("127.0.0.1:").rpartition(":")
+    return f"{place}->{inner}"
+
+
+def unheard_ports(engine: Engine, name: str, ports: Sequence[str]) -> list[str]:
+    """A line for each published port on which a program in a running session listens in vain.
+
+    What listens on 127.0.0.1 inside is not reached from outside.
+    """
+    inner = {int(port.partition("/")[0].rpartition(":")[2]): port for port in ports
+             if not port.endswith("/udp")}
+    argv = engine.exec_argv(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"], user="0:0")
+    out = ""
+    with suppress(EngineProblem):
+        out = Output(argv).result(LISTENERS_BYTES)[1] if inner else ""
+    heard: dict[int, set[str]] = {}
+    for fields in map(str.split, out.splitlines()):
+        if len(fields) > 3 and fields[3] == "0A":  # it listens
+            address, _, number = fields[1].partition(":")
+            with suppress(ValueError):
+                heard.setdefault(int(number, 16), set()).add(address)
+    return [f"nobody reaches port {short_port(port)} of {name}: what listens there does so on "
+            "127.0.0.1 inside; start it with 0.0.0.0 as its address (often --host 0.0.0.0)"
+            for number, port in inner.items()
+            if (found := heard.get(number)) and all(map(is_loopback, found))]
+
+
+LISTENERS_BYTES = 1 << 20
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address of /proc/net/tcp or tcp6, in words of which each is reversed, is one."""
+    four = address.removeprefix("0000000000000000FFFF0000")
+    return (len(four) == 8 and four.endswith("7F")) or address == "0" * 24 + "01000000"
 
 
 # --- Commands in a session ---
@@ -2681,40 +3358,55 @@ class RunRequest:
     def __init__(self, args: argparse.Namespace, *, look: bool) -> None:
         self.args = args
         self.looked = look
-        self.flags = flags_layer(args)
+        self.flags = self.kept = flags_layer(args)  # what was given, and of it what is kept
         data = read_config()
         self.config = load_config(self.flags, args.profile, data=data)
         current_directory()  # raises when it is gone
-        self.name = self.config.get("containerName") or ""
+        name_of = self.flags.values.get if args.source else self.config.get
+        self.name = "" if args.new else name_of("containerName") or ""
         self.engines = candidates(self.config)
         self.session: Session | None = None
+        self.source: Session | None = None  # what it is to be a duplicate of
         self.fresh = False  # whether this run has started the container
+        self.tags: list[str] = []  # of what it has run
         if self.name:
             known = recall(self.engines, self.name)
             if not known:
                 self.engines[0].ask_ahead()
             self.looked = look or not known or not known[1].id
             found = None if self.looked else known
+            if found and has_ended(found[1]):
+                engine, session = find_session(self.engines, self.name)
+                if session:  # where it is gone, what follows says so
+                    found, self.looked = (engine, session), True
             engine, self.session = found or find_session(self.engines, self.name)
             self.engines = [engine]
             if known and not self.session and not self.config.is_given("network"):
                 check_gone(known[1])
+        if self.session and args.source:
+            raise SandboxError(f"there is a session {self.name} already",
+                               "choose another name with -n", 125)
         if self.session:
             self.adopt(self.session, data)
         else:
-            self.name = self.name or generated_name(self.config.get("hostPath"))
             self.spec = spec_of(self.config)
+            if args.source:
+                self.take_after(*find_given(self.engines, args.source, "--from", 125))
+            self.name = self.name or generated_name(self.config.get("hostPath"))
             if not args.allow_engine_socket:
                 check_mounts(self.spec)
             check_spec(self.spec)
-        self.env = exec_env(self.config, self.spec["workdir"])
+        self.env = exec_env(self.config, self.spec)
+        before = self.session or self.source
+        given = before.variables() if before and self.agent else []
+        if lost := [name for name in (item.rstrip("=") for item in given) if name not in self.env]:
+            say(f"{self.name} was created with -e {' '.join(lost)}, whose value is not kept: "
+                "give it again")
 
     def adopt(self, session: Session, data: Mapping[str, Any]) -> None:
         """Take profile, flags and directory from a session, and say in what it differs."""
         have, _ = session.created()
-        if session.user.split(":")[0] not in ("0", str(os.getuid())):
-            raise SandboxError(f"the session {session.name} is another user's",
-                               "choose another name with -n", 125)
+        check_owner(session)
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
         if not self.config.is_given("hostPath"):
@@ -2722,13 +3414,22 @@ class RunRequest:
                 say(f"{session.name} works on {have['directory']}; "
                     f"{self.spec['directory']} is not mounted in it")
             self.spec.update({key: have[key] for key in ("directory", "workdir")})
+        self.spec["git"] = git_of(self.spec)
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
-        check_isolation(session, have.get("network"), self.spec["network"])
+        again = partial(recreate_command, session, self.flags, self.args.profile)
+        check_isolation(session, have.get("network"), self.spec["network"], again)
         for line in (lines := differences(have, self.spec)):
             say(f"{session.name} differs from what is asked for: {line}")
         if lines:
-            say(f"to recreate it: sandbox rm {session.name}, then run this again; "
-                "its agent's sessions are lost")
+            say(f"to create it anew, with its conversations: {again()}")
+
+    def take_after(self, engine: Engine, source: Session) -> None:
+        """Plan a duplicate of a session. The ports that it was given are its own."""
+        self.engines, self.source = [engine], source
+        flags = Layer({"ports": [], **self.flags.values}, "flags")
+        flags.variables = self.flags.variables
+        self.settings = settings_beside(source, flags)
+        self.config, self.kept, self.spec = recreation(source, flags, self.args.profile)
 
     def workdir(self) -> str:
         """The current directory as the container sees it, or the top of what is mounted."""
@@ -2744,13 +3445,29 @@ class RunRequest:
     def agent(self) -> str:
         return self.config.get("yolo") or agent_of(self.base())
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether an agent is only asked for an answer, and there is nothing to come back to."""
+        base, args = self.base(), self.args.agent_args
+        words = {word.partition("=")[0]
+                 for word in [*(base.split() if isinstance(base, str) else base), *args]}
+        passing = {"--version", "-v", "-V", "--help", "-h"}
+        return bool(self.agent and words & passing.union(AGENTS[self.agent].headless))
 
-def check_isolation(session: Session, have: Any, want: Any) -> None:
+
+def check_owner(session: Session) -> None:
+    """Raise SandboxError when a session is another user's."""
+    if session.user.split(":")[0] not in ("0", str(os.getuid())):
+        raise SandboxError(f"the session {session.name} is another user's",
+                           "choose another name with -n", 125)
+
+
+def check_isolation(session: Session, have: Any, want: Any, again: Callable[[], str]) -> None:
     """Raise SandboxError when a session's network is open and is not to be: a line goes unread."""
     if have in ("open", "host") and want not in ("open", "host"):
         raise SandboxError(f"the network of {session.name} is {have}, asked for is {shown(want)}",
-                           f"sandbox rm {session.name}, then run this again; "
-                           f"or --net {have} to go on as it is", 125)
+                           f"{again()}, then run this again; or --net {have} to go on as it is",
+                           125)
 
 
 def check_gone(session: Session) -> None:
@@ -2776,16 +3493,25 @@ def generated_name(directory: str) -> str:
     return f"{stem[:30] or 'sandbox'}-{random_id()}"
 
 
-def exec_env(config: Config, workdir: str) -> dict[str, str]:
-    """The variables of a command, without those of its terminal; `workdir` is the session's."""
-    env = {"HOME": CONTAINER_HOME}
+def exec_env(config: Config, spec: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of a command, without those of its terminal; `spec` is the session's."""
+    env = {"HOME": CONTAINER_HOME, **git_author(spec), **host_zone()}
     for agent in AGENTS.values():
         env.update(agent.env)
     env.update(AGENTS[config.get("yolo")].yolo_env if config.get("yolo") else {})
     env.update((name, value) for name, (value, _) in config.env().items())
     if script := config.get("autostart"):
-        env["SANDBOX_AUTOSTART"] = f"cd {quote_all([workdir])}\n{script}"
+        env["SANDBOX_AUTOSTART"] = f"cd {quote_all([spec['workdir']])}\n{script}"
     return env
+
+
+def host_zone() -> dict[str, str]:
+    """The variable TZ with this machine's time zone, where that is known by its name."""
+    zone = os.environ.get("TZ", "").removeprefix(":")
+    if not zone:
+        with suppress(OSError):
+            zone = os.readlink("/etc/localtime").partition("/zoneinfo/")[2]
+    return {"TZ": zone} if zone and zone.isprintable() and not zone.startswith("/") else {}
 
 
 def terminal_env() -> dict[str, str]:
@@ -2835,14 +3561,20 @@ def exec_argv(engine: Engine, session: Session, workdir: str, tag: str, command:
         stdin=stdin, terminal=size is not None)
 
 
-def signal_tagged(engine: Engine, session: Session, tag: str, name: str,
-                  grace_seconds: int) -> None:
-    """Signal all that a tagged exec has started, where the engine answers."""
+def send_tagged(engine: Engine, session: Session, tag: str, name: str,
+                grace_seconds: int) -> Output:
+    """A signal for all that a tagged exec has started, begun."""
     command = ["sh", "-c", asset("session/signal.sh").decode(), "sandbox", name, tag,
                str(grace_seconds)]
     argv = engine.exec_argv(session.id or session.name, command, user=session.user)
+    return Output(argv, CALL_SECONDS + grace_seconds)
+
+
+def signal_tagged(engine: Engine, session: Session, tag: str, name: str,
+                  grace_seconds: int) -> None:
+    """The same, and wait for it; where the engine does not answer that is no failure."""
     with suppress(EngineProblem):
-        Output(argv, CALL_SECONDS + grace_seconds).result()
+        send_tagged(engine, session, tag, name, grace_seconds).result()
 
 
 def on_terminal() -> bool:
@@ -2864,6 +3596,13 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     import signal
 
     terminal = on_terminal()
+    if request.args.background:
+        return start_held(engine, session, request, command, tag)
+    if terminal and not is_unheld(session):
+        try:
+            return run_held(engine, session, request, command, tag)
+        except CannotHold as error:
+            say(f"{error.message}; it ends with this one")
     argv = exec_argv(engine, session, request.workdir(), tag, command,
                      stdin=terminal or not os.isatty(0),
                      size=terminal_size(1) if terminal else None)
@@ -2920,7 +3659,7 @@ def check_begun(engine: Engine, session: Session, tag: str, status: int, fresh: 
     if fresh and 0 < code < 128:  # it ended by itself: one that is stopped ends by a signal
         lines = [f"the container {session.name} ended as soon as it was started",
                  *last_lines(engine, session)]
-        hint = f"correct the image or the mounts, then: sandbox rm {session.name}"
+        hint = f"correct the image or the mounts, then: sandbox recreate {session.name}"
         raise NotBegun("\n".join(lines), hint, 125, sure=sure)
     message = f"the container {session.name} is {state or 'gone'}"
     if sure:
@@ -2938,7 +3677,7 @@ def end_of(engine: Engine, session: Session, status: int) -> tuple[str, int]:
             return "", 0
         if gone:
             raise engine.failure(err)
-        _, _, state, code, _ = engine.read_inspected(out)
+        _, _, state, code, _, _ = engine.read_inspected(out)
         if state == "exited" or (state == "running" and status != KILLED):
             break
         time.sleep(0.1)
@@ -2957,6 +3696,658 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
     """The last lines of a container's own log, for a person."""
     _, out, err = Output(engine.logs_argv(session.id, tail=3)).result(LOG_TAIL_BYTES)
     return [line[:300] for line in (out + err).strip().splitlines()[-3:]]
+
+
+# --- Terminals ---
+# What runs on a terminal belongs to its session: a holder inside has the terminal, and clients
+# attach to it. What they speak, and why, is said in static/session/hold.py.
+
+HOLD = ["python3", "-I", "-S", "-c",
+        'import os, sys; argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1); '
+        'sys.argv[1:] = eval(argv); exec(source)']
+FRAME_BYTES = 65536  # no holder sends a longer one
+LIST_BYTES = 1 << 20
+
+
+@cache
+def hold_source() -> str:
+    """The holder's program, without its docstring and comments: it goes into each call."""
+    lines = asset("session/hold.py").decode().split('"""', 2)[2].splitlines()
+    return "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+
+
+def hold_argv(engine: Engine, session: Session, workdir: str, tag: str) -> list[str]:
+    """The engine call that starts a program on a terminal which is held, and is its first client.
+
+    Its environment is hold_environ(); the tag is the terminal's id, too.
+    """
+    return engine.exec_argv(
+        session.id or session.name, ["sh", "-c", exec_script(), "sandbox", "hold", "0", *HOLD],
+        user=session.user, workdir=workdir, stdin=True,
+        env=["SANDBOX_ENV", f"SANDBOX_EXEC={tag}", "SANDBOX_HOLD"])
+
+
+def attach_argv(engine: Engine, session: Session) -> list[str]:
+    """The engine call for the other things that the holder's program does; see hold_environ()."""
+    return engine.exec_argv(session.id or session.name, HOLD, user=session.user, stdin=True,
+                            env=["SANDBOX_HOLD"])
+
+
+def hold_environ(script: str, *words: object) -> dict[str, str]:
+    """The environment of such a call: env_script(), and what the holder's program is to do.
+
+    Not as arguments: in the session each process sees those of the others. Raises SandboxError.
+    """
+    hold = f"{[*map(str, words)]!r}\n{hold_source()}"
+    if len(os.fsencode(hold)) > ENVIRONMENT_BYTES:
+        raise SandboxError("the command is too long for a terminal", "put it into a file", 125)
+    return {**os.environ, "SANDBOX_HOLD": hold} | ({"SANDBOX_ENV": script} if script else {})
+
+
+def frame(kind: bytes, data: bytes = b"") -> bytes:
+    return kind + len(data).to_bytes(4, "big") + data
+
+
+class Frames:
+    """The frames in what a client of a holder prints, which anything in a session may forge."""
+
+    def __init__(self) -> None:
+        self.rest = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Kind and content of each whole frame. Raises ValueError for what is none."""
+        self.rest += data
+        frames, at = [], 0
+        while len(self.rest) - at >= 5:
+            size = int.from_bytes(self.rest[at + 1 : at + 5], "big")
+            if self.rest[at] not in b"hmosen" or size > FRAME_BYTES:
+                raise ValueError("it is no frame of a holder")
+            if len(self.rest) - at < 5 + size:
+                break
+            frames.append((bytes(self.rest[at : at + 1]), bytes(self.rest[at + 5 : at + 5 + size])))
+            at += 5 + size
+        del self.rest[:at]
+        return frames
+
+
+def numbers_of(data: bytes) -> list[int]:
+    """The numbers in a frame. Raises ValueError for one that no holder sends."""
+    numbers = [int(word) for word in data[:100].split()]
+    if not all(0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("it is no number of a holder")
+    return numbers
+
+
+class Held:
+    """A terminal as `list` of hold.py shows it; started and ended in seconds, -1 clients where the
+    holder is lost, None for what is not known.
+    """
+
+    def __init__(self, line: str) -> None:
+        """Raises ValueError for a line that is none."""
+        import re
+
+        found = re.fullmatch(r"([0-9a-f]{10}) (\d{1,11}\.\d{3}) (?:(\d{1,11}\.\d{3})|-) "
+                             r"(?:(\d{1,3})|-) (?:(\d{1,4})|-|(lost)) (?:(\d{1,4})|-) "
+                             r"(?:(\d{1,4})|-) (.*)", line, re.ASCII)
+        if not found:
+            raise ValueError("it describes no terminal")
+        self.id, self.title = found[1], printable(found[9])[:200]
+        self.started, self.ended = float(found[2]), float(found[3]) if found[3] else None
+        self.status, clients, self.rows, self.columns = (
+            int(found[at]) if found[at] else None for at in (4, 5, 7, 8))
+        self.clients = -1 if found[6] else clients
+
+    @property
+    def runs(self) -> bool:
+        return self.status is None and self.clients != -1
+
+
+def list_terminals(engine: Engine, session: Session) -> list[Held]:
+    """The terminals of a running session that are there, the oldest first."""
+    return read_terminals(ask_terminals(engine, session))
+
+
+def ask_terminals(engine: Engine, session: Session) -> Output:
+    """The question for the terminals of a session, begun."""
+    return Output(attach_argv(engine, session), env=hold_environ("", "list"))
+
+
+def read_terminals(asked: Output) -> list[Held]:
+    """The answer; [] where there is none, as in a session of an earlier version."""
+    terminals = []
+    for line in asked.result(LIST_BYTES)[1].split("\n"):
+        with suppress(ValueError):
+            terminals.append(Held(line))
+    return terminals
+
+
+class DetachKeys:
+    """Finds the keys that detach in what is typed, in each way in which terminals send keys."""
+
+    def __init__(self, keys: str) -> None:
+        self.keys = [key.encode() if len(key) == 1 else bytes([ord(key[5].upper()) & 31])
+                     for key in keys.split(",") if key]
+        self.found = 0
+        self.held = self.part = b""  # keys that may go on to be those, and a part of a key
+
+    def feed(self, data: bytes) -> tuple[bytes, bool]:
+        """What is for the program, and whether all keys have come."""
+        import re
+
+        data, self.part, passed = self.part + data, b"", b""
+        if not self.keys or not (self.held or self.keys[0] in data or b"\x1b[" in data):
+            return data, False
+        if part := re.search(rb"\x1b\[\d[\d;:]*\Z", data):
+            data, self.part = data[: part.start()], part[0]
+        for token in re.findall(rb"\x1b\[[0-?]*[@-~]|.", data, re.DOTALL):
+            key = key_of(token)
+            if key == self.keys[self.found]:
+                self.found, self.held = self.found + 1, self.held + token
+                if self.found == len(self.keys):
+                    return passed, True
+            elif self.found and not key:
+                self.held += token
+            else:  # the first key twice is that key once
+                twice = self.found == 1 and key == self.keys[0]
+                passed += token if twice else self.held + token
+                self.found, self.held = 0, b""
+        return passed, False
+
+    def give_up(self) -> bytes:
+        """What was held back: nothing has followed it for a moment."""
+        held, self.found, self.held, self.part = self.held + self.part, 0, b"", b""
+        return held
+
+
+def key_of(token: bytes) -> bytes:
+    """The byte that a key sends to a plain terminal, b"" for its release and for a lone Shift.
+
+    The token is a byte or a sequence of the kitty keyboard protocol or of xterm's modifyOtherKeys.
+    """
+    import re
+
+    found = re.fullmatch(rb"\x1b\[27;(\d{1,3});(\d{1,6})~|"
+                         rb"\x1b\[(\d{1,6})[:\d]*(?:;(\d{0,3})(?::(\d))?(?:;[:\d]*)?)?u", token)
+    if not found:
+        return token
+    code, modifiers = int(found[2] or found[3]), int(found[1] or found[4] or 1) - 1
+    if found[5] == b"3" or 57441 <= code <= 57454:
+        return b""
+    modifiers &= ~(64 | 128)  # Caps Lock and Num Lock
+    if code < 127 and modifiers in (0, 4):
+        return bytes([code & 31 if modifiers else code])
+    return token
+
+
+class Screen:
+    """What a program has switched on in our terminal, so that it can be switched off."""
+
+    ON = (b"7", b"8", b"25")  # these are on before: wrapping, repeating, the cursor
+    ALTERNATE = (b"47", b"1047", b"1049")
+
+    def __init__(self) -> None:
+        self.rest = b""
+        self.modes: dict[bytes, bool] = {}  # those that are not as before
+        self.keyboards = {False: 0, True: 0}  # pushed in the main and in the alternate screen
+        self.others: dict[bytes, bytes] = {}
+
+    @property
+    def alternate(self) -> bool:
+        return any(mode in self.modes for mode in self.ALTERNATE)
+
+    def scan(self, data: bytes) -> None:
+        import re
+
+        if not self.rest and b"\x1b" not in data:
+            return
+        data, self.rest = self.rest + data, b""
+        if part := re.search(rb"\x1b(\[[?<>=]?[\d;]{0,20} ?)?\Z", data):
+            self.rest = part[0]
+        for kind, numbers, last in re.findall(rb"\x1b(?:\[([?<>=]?)([\d;]*)(h|l|m|u| q))", data):
+            if kind == b"?" and last in b"hl":
+                for mode in numbers.split(b";"):
+                    self.modes.pop(mode, None)
+                    if (last == b"h") != (mode in self.ON) and len(self.modes) < 100:
+                        self.modes[mode] = last == b"h"
+            elif kind + last == b">u":
+                self.keyboards[self.alternate] += 1
+            elif kind + last == b"<u":
+                left = self.keyboards[self.alternate] - int(numbers[:3] or 1)
+                self.keyboards[self.alternate] = max(0, left)
+            elif kind + last == b"=u":
+                self.others[b"u"] = b"\x1b[=0u"
+            elif kind + last == b">m" and numbers[:1] == b"4":
+                self.others[b"m"] = b"\x1b[>4m"
+            elif kind + last == b" q":
+                self.others[b"q"] = b"\x1b[0 q"
+
+    def restore(self, left: bool) -> bytes:
+        """What brings the terminal back, for one that was `left` in the middle of anything."""
+        off = b"".join(b"\x1b[?" + mode + (b"l" if on else b"h") for mode, on in self.modes.items())
+        off = b"".join(self.others.values()) + self.pop(self.alternate) + off
+        off += self.pop(False) if self.alternate else b""
+        return b"\x1b\\\x1b[m\x1b(B\x1b>" + off + b"\r\n\x1b[J" if left else off
+
+    def pop(self, alternate: bool) -> bytes:
+        count = min(self.keyboards[alternate], 99)
+        return b"\x1b[<%du" % count if count else b""
+
+
+def without_questions(output: bytes) -> bytes:
+    """Output that was kept, without what a terminal would answer: nobody waits for it any more."""
+    import re
+
+    return re.sub(rb"\x05|\x1bZ|\x1b\[(?:[>=]?[\d;]*c|\??[\d;]*n|\??[\d;]*\$p|>[\d;]*q|\?u|[\d;]*x"
+                  rb"|(?:1[1-9]|2[01])[\d;]*t)|\x1bP[+$]q[^\x1b]*\x1b\\"
+                  rb"|\x1b\](?:4|5|1\d|21|52);[^\a\x1b]*\?(?:\a|\x1b\\)"
+                  rb"|\x1b_G[^\x1b;]*a=q[^\x1b]*\x1b\\", b"", output)
+
+
+def without_part(output: bytes) -> bytes:
+    """Output that may begin within a line or a sequence, from the next one on."""
+    ends = [at for at in (output.find(b"\n", 0, 4096), output.find(b"\x1b", 0, 4096)) if at >= 0]
+    return output[min(ends, default=0) :]
+
+
+class HungUp(BaseException):
+    """Our own terminal is gone."""
+
+
+class Attachment:
+    """Our terminal, or with `typing` False our stdout alone, joined to a terminal that a session
+    holds, through a client of the engine.
+
+    How it ended: `refused` is the reason why there is nothing to join, `ended` is True where the
+    program has ended, with `status` where that is known, `left` where we have left it. Else the
+    connection was lost or never made, and `code` is the status of the engine's client.
+    """
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], *, typing: bool,
+                 keys: str = "", kept: bool = False, follow: bool = True) -> None:
+        """`kept` output comes first; without `follow` nothing else does."""
+        self.typing, self.kept, self.follow = typing, kept, follow
+        self.keys, self.screen, self.frames = DetachKeys(keys), Screen(), Frames()
+        self.heard = self.ended = self.left = False
+        self.refused = ""
+        self.status: int | None = None
+        self.code = 0
+        self.position = self.until = 0  # of the output, and of what was kept of it
+        self.replay, self.cut = b"", False
+        self.input, self.errors = b"", b""
+        self.resized = False
+        self.waits: dict[str, float] = {}  # until when, by what is done then
+        stdin, self.to = os.pipe()
+        self.out, stdout = os.pipe()
+        self.err, stderr = os.pipe()
+        os.set_blocking(self.to, False)
+        try:
+            self.pid = spawn(argv, env=environ, fds={0: stdin, 1: stdout, 2: stderr},
+                             own_group=True)
+        except BaseException:
+            Output.close(self.to, self.out, self.err)
+            raise
+        finally:
+            Output.close(stdin, stdout, stderr)
+
+    def run(self, handlers: dict[int, Any]) -> None:
+        """Go on until one of the ends, with these handlers of signals."""
+        import signal
+
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(woken, False)
+
+        if self.typing:
+            import termios
+            import tty
+
+            handlers[signal.SIGWINCH] = lambda number, frame: setattr(self, "resized", True)
+            mode = termios.tcgetattr(0)
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        old = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        try:
+            if self.typing:
+                tty.setraw(0, termios.TCSANOW)
+            while self.step(woken):
+                pass
+        except HungUp:
+            self.left, self.code = True, 128 + signal.SIGHUP
+        finally:
+            with suppress(HungUp):
+                if os.isatty(1):
+                    self.write(self.screen.restore(self.left and self.typing))
+            if self.typing:
+                with suppress(termios.error):
+                    termios.tcsetattr(0, termios.TCSADRAIN, mode)
+            self.close()
+            signal.set_wakeup_fd(old)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            Output.close(woken, wake)
+
+    def hang_up(self, *_: object) -> None:
+        """Leave, whatever it waits for; also the handler of a signal."""
+        if not self.left:
+            self.left = True
+            raise HungUp
+
+    def step(self, woken: int) -> bool:
+        """Wait for something and do what it takes; False at the end."""
+        import select
+
+        poller = select.poll()
+        for fd in (self.out, self.err, woken):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        if self.typing and len(self.input) < 65536:
+            poller.register(0, select.POLLIN)
+        if self.input and self.to >= 0:
+            poller.register(self.to, select.POLLOUT)
+        left = min(self.waits.values(), default=0) - time.monotonic()
+        ready = [fd for fd, _ in poller.poll(max(0, left) * 1000 if self.waits else None)]
+        self.look_at_clock()
+        if woken in ready:
+            os.read(woken, 4096)
+        if self.resized:
+            self.resized = False
+            self.send(b"r", self.size())
+        if self.err in ready:
+            self.read_errors()
+        if 0 in ready and self.typing and self.read_keys():
+            return False
+        if self.to in ready:
+            self.push()
+        return self.out not in ready or self.read_output()
+
+    def size(self, less: int = 0) -> bytes:
+        rows, columns = terminal_size(1)
+        return f"{max(1, rows - less)} {columns}".encode()
+
+    def look_at_clock(self) -> None:
+        for what in [what for what, end in self.waits.items() if end <= time.monotonic()]:
+            del self.waits[what]
+            if what == "keys":
+                self.send(b"i", self.keys.give_up())
+            else:
+                self.send(b"r", self.size())
+
+    def read_errors(self) -> None:
+        data = os.read(self.err, 65536)
+        self.errors += data[: 65536 - len(self.errors)]
+        if not data:
+            os.close(self.err)
+            self.err = -1
+
+    def read_keys(self) -> bool:
+        """Pass on what was typed; whether it asks to leave."""
+        try:
+            data = os.read(0, 65536)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.hang_up()
+        if not self.heard and b"\x03" in data:  # nobody is there yet who would take it
+            raise KeyboardInterrupt
+        data, self.left = self.keys.feed(data)
+        self.waits.pop("keys", None)
+        if self.keys.held or self.keys.part:
+            self.waits["keys"] = time.monotonic() + KEY_SECONDS
+        self.send(b"i", data)
+        return self.left
+
+    def send(self, kind: bytes, data: bytes) -> None:
+        if data:
+            self.input += frame(kind, data)
+            self.push()
+
+    def push(self) -> None:
+        try:
+            self.input = self.input[os.write(self.to, self.input) :] if self.to >= 0 else b""
+        except BlockingIOError:
+            pass
+        except OSError:  # the engine's client is gone; the end of its output says so
+            os.close(self.to)
+            self.to, self.input = -1, b""
+
+    def read_output(self) -> bool:
+        data = os.read(self.out, 65536)
+        try:
+            for kind, content in self.frames.feed(data):
+                self.obey(kind, content)
+        except ValueError as error:
+            self.errors += f"sandbox: {error}\n".encode()
+            return False
+        return bool(data) and not (self.kept and not self.follow and self.heard
+                                   and self.position >= self.until)
+
+    def obey(self, kind: bytes, content: bytes) -> None:
+        if kind == b"n":
+            self.refused = printable(content.decode(errors="replace")).replace("\n", "?")[:200]
+        elif kind == b"h":
+            replaying = self.kept and (not self.heard or self.position < self.until)
+            self.position, _, _, end = numbers_of(content)
+            self.until = end if replaying else self.position
+            self.cut, self.heard = replaying and self.position > 0, True
+        elif kind == b"m":
+            self.write(content)
+        elif kind == b"o":
+            self.show(content)
+        elif kind == b"e":
+            self.ended, numbers = True, numbers_of(content)
+            self.status = numbers[0] & 255 if numbers else None
+
+    def show(self, content: bytes) -> None:
+        replaying, self.position = self.position < self.until, self.position + len(content)
+        if not replaying or not os.isatty(1):
+            self.write(content)
+            return
+        self.replay += content
+        if self.position >= self.until:
+            whole, self.replay = self.replay, b""
+            self.write(without_questions(without_part(whole) if self.cut else whole))
+            if self.typing and (self.cut or self.screen.alternate):
+                # A program draws anew when the size changes, if it has the time to see it.
+                self.send(b"r", self.size(1))
+                self.waits["size"] = time.monotonic() + NUDGE_SECONDS
+
+    def write(self, data: bytes) -> None:
+        self.screen.scan(data)
+        while data:
+            try:
+                data = data[os.write(1, data) :]
+            except BlockingIOError:  # somebody has left our terminal so
+                import select
+
+                select.select([], [1], [])
+            except BrokenPipeError:
+                raise
+            except OSError:
+                self.hang_up()
+                return
+
+    def close(self) -> None:
+        """End the client of the engine: the end of its stdin is how one leaves."""
+        if self.to >= 0:
+            os.close(self.to)
+        os.set_blocking(self.out, False)
+        until = time.monotonic() + GONE_SECONDS
+        while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > until:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, 9)
+            with suppress(BlockingIOError):  # or it would wait for us
+                while os.read(self.out, 65536):
+                    pass
+            time.sleep(0.001)
+        if not self.left:
+            self.code = exit_status(found[1])
+        if self.err >= 0:
+            os.set_blocking(self.err, False)
+            with suppress(BlockingIOError):
+                self.read_errors()
+        Output.close(self.out, *([self.err] if self.err >= 0 else []))
+        if self.errors and not self.left:
+            sys.stderr.buffer.write(self.errors)
+            sys.stderr.flush()
+
+
+class Left(SandboxError):
+    """We have left a terminal whose program runs on."""
+
+
+class CannotHold(SandboxError):
+    """A session that cannot hold terminals: what runs on one ends with its client."""
+
+
+def title_of(command: Sequence[str]) -> str:
+    """What runs, in a line for people."""
+    shell = list(command[:2]) == ["sh", "-c"]
+    words = "shell" if list(command) == SHELL else command[2] if shell else quote_all(command)
+    return printable(words.removesuffix(' "$@"')).replace("\n", " ")[:200]
+
+
+def run_held(engine: Engine, session: Session, request: RunRequest, command: Sequence[str],
+             tag: str) -> int:
+    """Run a command on our terminal and on one that the session holds; its exit status.
+
+    Raises Left when it runs on, and CannotHold.
+    """
+    import signal
+
+    keys = "" if request.args.rm_on_exit else request.config.get("detachKeys")
+    environ = hold_environ(env_script(terminal_env() | request.env), "start", tag,
+                           *terminal_size(1), title_of(command), *command)
+    if keys and request.fresh:
+        say(f"{shown_keys(keys)} leaves it running; to come back: sandbox attach {session.name}")
+    record_terminal(session.name, tag, title_of(command))
+    held = Attachment(hold_argv(engine, session, request.workdir(), tag), environ, typing=True,
+                      keys=keys)
+    sent: list[Output] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        name = signal.Signals(number).name.removeprefix("SIG")
+        sent.append(send_tagged(engine, session, tag, name, 0 if name == "INT" else 5))
+
+    handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+        handlers[signal.SIGHUP] = pass_on if request.args.rm_on_exit else held.hang_up
+    try:
+        held.run(handlers)
+    except KeyboardInterrupt:  # before it began
+        signal_tagged(engine, session, tag, "INT", 5)
+        forget_terminal(session.name, tag)
+        return 128 + signal.SIGINT
+    finally:
+        for asked in sent:
+            with suppress(EngineProblem):
+                asked.result()
+    return status_of(engine, session, tag, held)
+
+
+def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> int:
+    """The status of what ran on a terminal. Raises Left when it runs on, and CannotHold."""
+    if held.left:
+        raise Left(f"left {session.name}; to come back: sandbox attach {session.name}",
+                   code=held.code)
+    if held.refused:
+        raise cannot_hold(session, tag, held.refused, held.code)
+    status = held.status if held.ended else None
+    if held.heard and status is None:
+        known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
+        if known and known.runs:
+            raise Left(f"the connection to {session.name} was cut, and what ran there goes on",
+                       f"to come back: sandbox attach {session.name}", held.code)
+        if known and known.status is None:
+            say(f"what held the terminal in {session.name} has ended: "
+                "how the program did is not known")
+        status = known.status if known else None
+    forget_terminal(session.name, tag)
+    return held.code if status is None else status
+
+
+def cannot_hold(session: Session, tag: str, reason: str, code: int) -> CannotHold:
+    """Forget a terminal that was not started, and remember the reason where that is for good."""
+    forget_terminal(session.name, tag)
+    if code == 125:  # static/session/exec.sh has said so
+        mark_unheld(session)
+    return CannotHold(f"{session.name} cannot keep what runs on a terminal: {reason}",
+                      "run it on a terminal of yours: it ends with that", 125)
+
+
+def start_held(engine: Engine, session: Session, request: RunRequest, command: Sequence[str],
+               tag: str) -> int:
+    """Start a command on a terminal that the session holds, and print its name and the id.
+
+    Raises CannotHold.
+    """
+    environ = hold_environ(env_script(terminal_env() | request.env), "start", tag, 0, 0,
+                           title_of(command), *command)
+    record_terminal(session.name, tag, title_of(command))
+    argv = hold_argv(engine, session, request.workdir(), tag)
+    status, out, err = Output(argv, LONG_SECONDS, environ).result(FRAME_BYTES)
+    with suppress(ValueError):
+        for _, reason in Frames().feed(out.encode()):
+            words = printable(reason.decode(errors="replace")).replace("\n", "?")[:200]
+            raise cannot_hold(session, tag, words, status)
+    sys.stderr.write(err)
+    if status:
+        forget_terminal(session.name, tag)
+    else:
+        print(session.name, tag, flush=True)
+    return status
+
+
+def shown_keys(keys: str) -> str:
+    """Keys as people write them: Ctrl-\\ d."""
+    return " ".join(key.replace("ctrl-", "Ctrl-") for key in keys.split(","))
+
+
+# The host remembers which terminals were started and are not known to have ended, so that `ps` asks
+# those sessions alone that have some: terminals/<session>/<id>, JSON. A lost record is harmless.
+
+
+def terminals_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "terminals", name)
+
+
+def record_terminal(name: str, id: str, what: str) -> None:
+    """Remember that a terminal is being started."""
+    path = os.path.join(terminals_path(name), id)
+    with suppress(OSError):
+        make_private(os.path.dirname(path))
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(to_json({"what": what, "since": round(time.time(), 3)}))
+
+
+def forget_terminal(name: str, id: str) -> None:
+    with suppress(OSError):
+        os.unlink(os.path.join(terminals_path(name), id))
+
+
+def recorded_terminals(name: str) -> dict[str, dict[str, Any]]:
+    """By id what was started, and when, in seconds."""
+    found = {}
+    for id in os.listdir(terminals_path(name)) if os.path.isdir(terminals_path(name)) else ():
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            data = read_json(os.path.join(terminals_path(name), id))
+            found[id] = {"what": str(data["what"]), "since": float(data["since"])}
+    return found
+
+
+def mark_unheld(session: Session) -> None:
+    """Remember that the session cannot hold a terminal, as long as its container is this one."""
+    with suppress(FileError):
+        write_private(os.path.join(terminals_path(session.name), "unheld"), to_json(session.id))
+
+
+def is_unheld(session: Session) -> bool:
+    with suppress(OSError, ValueError):
+        known = read_json(os.path.join(terminals_path(session.name), "unheld"))
+        return bool(known == session.id)
+    return False
 
 
 # --- Image ---
@@ -3140,9 +4531,14 @@ def make_base(engine: Engine, mirror: str) -> None:
 def open_session(request: RunRequest) -> tuple[Engine, Session]:
     """The running session of a request."""
     if not request.session:
+        home = ""
+        if request.source:
+            home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
         engine, session = create_session(request.engines, request.name, request.config,
-                                         request.flags, request.spec)
+                                         request.kept, request.spec, home)
         forget_files(session.name)  # an earlier session's
+        if request.source:
+            write_settings(session.name, request.settings)
         request.fresh = True
         return engine, session
     engine, session = request.engines[0], request.session
@@ -3153,9 +4549,51 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
     return engine, session
 
 
+def choose_session(args: argparse.Namespace) -> None:
+    """Where no name is given, ask which session of the directory is meant; not without a terminal.
+
+    The name that was chosen becomes that of -n.
+    """
+    if args.new or args.source or args.rm_on_exit or not (on_terminal() and can_ask()):
+        return
+    config = load_config(flags_layer(args), args.profile)
+    here = [] if config.get("containerName") else sessions_here(config, args)
+    about = [f"{row['name']} ({row['labels'].get('sandbox.agent') or 'no agent'}, {row['state']}, "
+             f"of {row['created'].replace('T', ' ')[:16]})" for row in here]
+    if len(here) == 1:
+        question = f"Go on in {about[0]}? [Y/n] "
+    else:
+        for number, line in enumerate(about, 1):
+            print(f"{number:3}  {printable(line)}", file=sys.stderr)
+        question = "Go on in which of them? [1], n for a new one: "
+    choices = {str(number): row["name"] for number, row in enumerate(here, 1)}
+    while here and not (args.new or args.containerName):
+        answer = ask_person(printable(question)).lower()
+        args.new = answer == "n"
+        args.containerName = choices.get("1" if answer in ("", "y") else answer)
+
+
+def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The sessions that a run with this configuration may go on in, the newest first."""
+    found, data, flags = [], read_config(), flags_layer(args)
+    for row in list_containers(candidates(config))[1]:
+        session = Session(row["name"], row["state"], row["labels"])
+        with suppress(SandboxError):  # broken, or with another network than is asked for
+            have, _ = session.created()
+            ours = session.user.split(":")[0] in ("0", str(os.getuid())) and not is_proxy(row)
+            if ours and have["directory"] == config.get("hostPath"):
+                want = session_config(session, None, flags, args.profile, data).get("network")
+                check_isolation(session, have["network"], want, str)
+                found.append(row)
+    return sorted(found, key=lambda row: str(row["created"]), reverse=True)
+
+
 def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
+    if args.background and args.rm_on_exit:
+        raise SandboxError("-d does not go together with --rm-on-exit", "keep one of them", 2)
     try:
+        with_remedies(partial(choose_session, args), args.yes)
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
                                 args.yes)
         if (not request.looked and request.session
@@ -3184,7 +4622,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     try:
         return converse(request, engine, session)
     finally:
-        if args.rm_on_exit:
+        if args.rm_on_exit and may_remove(engine, session, request.tags):
             remove_session(engine, session)
 
 
@@ -3193,32 +4631,103 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
     base = request.base()
     command = compose(base, request.args.agent_args)
     lasts = not request.session or request.agent or base is SHELL
-    asks = lasts and on_terminal() and not request.args.rm_on_exit
+    asks = (lasts and on_terminal() and can_ask() and not request.is_passing
+            and not (request.args.rm_on_exit or request.args.background))
+    made = not request.session and (request.args.new or not request.config.get("containerName"))
+    if made and not asks and not request.args.rm_on_exit:
+        say(f"made the session {session.name}; to come back: {way_back(request, engine, session)}")
     while True:
         since, tag = time.time(), random_id()
+        request.tags.append(tag)
         status = run_command(engine, session, request, command, tag)
+        if status:
+            check_removed(engine, session, status)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
-        for line in refusals(engine, session, since):
+        refused = refusals(engine, session, since)
+        for line in refused:
             say(line)
+        ports = session.created()[0]["ports"] if on_terminal() else []
+        for line in unheard_ports(engine, session.name, ports) if ports else ():
+            say(line)
+        if request.agent and not request.args.background:
+            call_back(request, news(session.name, "error" if status else "end",
+                                    refused[-1] if refused else "", status=status))
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
-                f"sandbox rm {session.name}, then run this again")
-        again = ask_next_command(request, session, command) if asks else None
+                f"sandbox recreate {session.name}, then run this again")
+        again = (ask_next_command(request, engine, session, command, status) if asks
+                 else None)
         if again is None:
             return status
         if not again:
-            remove_session(engine, session)
+            if may_remove(engine, session, request.tags):
+                remove_session(engine, session)
+            else:
+                say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
         command = again
+
+
+def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
+    """Ring the terminal, and tell the person's own command, which nobody here waits for."""
+    if os.isatty(2):
+        print("\a", end="", file=sys.stderr, flush=True)
+    if not (command := request.config.get("notify")):
+        return
+    apart, end = os.pipe()
+    if os.fork():
+        os.close(end)
+        os.read(apart, 1)  # until a signal to our group no longer reaches it
+        os.close(apart)
+        return
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1) if os.isatty(2) else (0, 1, 2):  # who reads our output waits for its end
+            os.dup2(null, fd)
+        os.close(end)
+        if failure := notify(command, event):
+            write_private(os.path.join(sandbox_home(), "logs", "notify.log"), f"{failure}\n")
+            say(failure)
+    finally:
+        os._exit(0)
 
 
 MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
 
 
-def ask_next_command(request: RunRequest, session: Session, command: list[str]) -> list[str] | None:
-    """What the person wants next: a command, [] to remove the container, None to leave it."""
+def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
+    """The command that goes on after a run: with all that the session does not remember itself."""
+    (_, kept), known, flags = session.created(), session.variables(), flags_layer(request.args)
+    words = ["sandbox", "run", "-n", session.name]
+    profile, default = request.config.profile, load_config().get("runtime")
+    if engine.name != (default or next(filter(program, ENGINES), "")):
+        words += ["--rt", engine.name]
+    words += ["-r", profile] if profile not in ("", session.profile) else []
+    words += each("--ef", (path for path in flags.values.get("envFile", ())
+                           if path not in kept.get("envFile", ())))
+    for name, value in flags.values.get("env", {}).items():
+        if name in flags.variables or is_secret(name, value) or printable(value) != value:
+            words += ["-e", name] if name not in known else []
+        else:
+            words += ["-e", f"{name}={value}"]
+    if not request.agent:
+        return quote_all(words)
+    if (yolo := request.config.get("yolo")) != kept.get("yolo"):
+        words += ["-y", AGENTS[yolo].shortcuts[0]] if yolo else []
+    if (command := request.config.get("command")) != kept.get("command"):
+        words += ["-x", *([command] if isinstance(command, str) else command)] if command else []
+    return quote_all([*words, "--", *AGENTS[request.agent].resume])
+
+
+def ask_next_command(request: RunRequest, engine: Engine, session: Session, command: list[str],
+                     status: int) -> list[str] | None:
+    """What the person wants next: a command, [] to remove the container, None to leave it.
+
+    Raises SandboxError, with the status of the last command, when it was removed meanwhile.
+    """
     resume = compose(request.base(), AGENTS[request.agent].resume) if request.agent else []
     say(f"the container {session.name} is still there")
     while True:
@@ -3227,11 +4736,9 @@ def ask_next_command(request: RunRequest, session: Session, command: list[str]) 
             answer = ask_person("Keep it? [y] ").lower()
         except KeyboardInterrupt:  # most often meant for the command that has just ended
             answer = print(file=sys.stderr) or ""
+        check_removed(engine, session, status)
         if answer in ("", "y"):
-            agent = AGENTS[request.agent] if resume else None
-            yolo = f" -y {agent.shortcuts[0]}" if agent and request.agent != session.agent else ""
-            args = f" -- {quote_all(agent.resume)}" if agent else ""
-            say(f"kept; to come back: sandbox run -n {session.name}{yolo}{args}")
+            say(f"kept; to come back: {way_back(request, engine, session)}")
             return None
         if answer == "x" and (line := ask_person("Command: ")):
             return compose(line, [])
@@ -3241,11 +4748,21 @@ def ask_next_command(request: RunRequest, session: Session, command: list[str]) 
 
 
 def cmd_rm(args: argparse.Namespace) -> int:
-    status, engines = 0, candidates(load_config(flags_layer(args)))
+    def remove(engine: Engine, session: Session) -> None:
+        if not (args.in_use or may_remove(engine, session)):
+            raise SandboxError(f"{session.name} was left as it is")
+        remove_session(engine, session)
+
+    return for_each(args, "rm", remove)
+
+
+def for_each(args: argparse.Namespace, command: str,
+             action: Callable[[Engine, Session], object]) -> int:
+    """Do something to each session that was named, and print the names."""
+    status, engines = 0, engines_of(args)
     for name in args.names:
         try:
-            engine, session = find_given(engines, name, "rm")
-            remove_session(engine, session)
+            action(*find_given(engines, name, command))
             print(name)
         except EngineProblem:
             raise
@@ -3255,22 +4772,316 @@ def cmd_rm(args: argparse.Namespace) -> int:
     return status
 
 
+def cmd_stop(args: argparse.Namespace) -> int:
+    def stop(engine: Engine, session: Session) -> None:
+        stop_session(engine, session)
+        for id in recorded_terminals(session.name):
+            forget_terminal(session.name, id)
+
+    return for_each(args, "stop", stop)
+
+
+def cmd_start(args: argparse.Namespace) -> int:
+    def start(engine: Engine, session: Session) -> None:
+        start_session(engine, session)
+        config = session_config(session)
+        if config.get("autostart"):  # the first command starts it: see static/session/exec.sh
+            spec, _ = session.created()
+            argv = exec_argv(engine, session, spec["workdir"], random_id(), ["true"])
+            script = env_script(exec_env(config, spec))
+            status, _, err = Output(argv, LONG_SECONDS,
+                                    {**os.environ, "SANDBOX_ENV": script}).result()
+            if status:
+                raise engine.failure(err)
+
+    return for_each(args, "start", start)
+
+
+def cmd_attach(args: argparse.Namespace) -> int:
+    config = load_config(flags_layer(args))
+    engine, session = find_given(candidates(config), args.session, "attach")
+    held = pick_terminal(engine, session, args.id)
+    typing = on_terminal() and held.runs and os.environ.get("TERM") != "dumb"
+    return join(engine, session, held, keys=config.get("detachKeys"), typing=typing)
+
+
+def join(engine: Engine, session: Session, held: Held, *, keys: str = "", typing: bool = False,
+         follow: bool = True) -> int:
+    """Join a terminal that a session holds, what was kept of its output first; its status."""
+    import signal
+
+    environ = hold_environ("", "attach", held.id, *(terminal_size(1) if typing else (0, 0)), 0)
+    joined = Attachment(attach_argv(engine, session), environ, typing=typing, keys=keys, kept=True,
+                        follow=follow)
+    leaving = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) if typing else ()
+    joined.run(dict.fromkeys(leaving, joined.hang_up))
+    if not follow and joined.heard and not joined.refused:
+        return 0
+    if joined.refused:
+        raise SandboxError(f"{session.name}: {joined.refused}", f"sandbox ps {session.name}")
+    if joined.ended and joined.status is None:
+        raise SandboxError(f"what held {held.id} has ended: how the program did is not known",
+                           f"sandbox ps {session.name}")
+    return status_of(engine, session, held.id, joined)
+
+
+def pick_terminal(engine: Engine, session: Session, id: str | None) -> Held:
+    """The terminal of an id, or the newest, one that runs before one that has ended."""
+    if session.state != "running":
+        raise SandboxError(f"{session.name} is {session.state}: what ran on terminals has ended",
+                           f"sandbox start {session.name}")
+    terminals = list_terminals(engine, session)
+    found = [held for held in terminals if held.id == id] if id else sorted(
+        terminals, key=lambda held: held.runs)
+    if found:
+        return found[-1]
+    raise SandboxError(f"{session.name} has no terminal{f' {printable(id)}' if id else ''}",
+                       f"sandbox ps {session.name} lists them; sandbox run -n {session.name} "
+                       "starts one")
+
+
+def cmd_logs(args: argparse.Namespace) -> int:
+    jobs = read_jobs(args.session)
+    job = next((job for job in jobs if job["id"] == args.id), None)
+    if not job:
+        engine, session = find_given(engines_of(args), args.session,
+                                     "logs")
+        running = session.state == "running"
+        terminals = list_terminals(engine, session) if running and not args.id else []
+        began = max((iso_seconds(held.started) for held in terminals), default="")
+        if args.id or not jobs or jobs[-1]["started"] < began:
+            held = pick_terminal(engine, session, args.id)
+            with suppress(KeyboardInterrupt):
+                join(engine, session, held, follow=args.follow)
+            return 0
+        job = jobs[-1]
+    show_job(os.path.join(jobs_path(args.session), job["id"]), args.follow)
+    return 0
+
+
+def show_job(folder: str, follow: bool) -> None:
+    """Print the output of a job, as it comes where it is to be followed."""
+    with open(os.path.join(folder, "output"), "rb") as output:
+        over = False
+        while True:
+            if data := output.read(65536):
+                sys.stdout.buffer.write(data)
+            elif over or not follow:
+                break
+            else:
+                sys.stdout.flush()
+                over = not is_supervised(folder)
+                time.sleep(0 if over else 0.1)
+    sys.stdout.flush()
+
+
+def is_supervised(folder: str) -> bool:
+    """Whether the supervisor of a job lives: it holds a lock."""
+    import fcntl
+
+    try:
+        with open(os.path.join(folder, "lock"), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def read_jobs(name: str) -> list[dict[str, Any]]:
+    """What the web service has run in a session, the oldest first: id, kind, what, state, started,
+    ended (ISO 8601) and status, None for what is not known.
+    """
+    Layer({"containerName": name}, "check", "", 2)
+    jobs, folder = [], jobs_path(name)
+    for id in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, id)
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            job = read_json(os.path.join(path, "job.json"))["job"]
+            with open(os.path.join(path, "status"), "rb") as file:
+                end = parse_json(file.read(4096).strip() or b"{}")
+            state = "running" if is_supervised(path) else "ended" if end else "lost"
+            jobs.append({"id": id, "kind": str(job["kind"]), "state": state,
+                         "started": str(job["started"]), "ended": end.get("ended"),
+                         "status": end.get("exit"), "what": str(job["command"])[:200]})
+    return jobs
+
+
+def iso_seconds(seconds: float) -> str:
+    """ISO 8601, in UTC and with milliseconds, as a job has it."""
+    return (time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+            + f".{int(seconds * 1000) % 1000:03d}Z")
+
+
+def cmd_cp(args: argparse.Namespace) -> int:
+    """Copy through the engine; links are copied as links."""
+    (name, source), (to, target) = split_place(args.copied), split_place(args.target)
+    if bool(name) == bool(to):
+        raise SandboxError("one of the two is in a session: NAME:PATH",
+                           "for a host path with a colon write ./PATH", 2)
+    engine, session = find_given(engines_of(args), name or to, "cp")
+    inner, outer = (source, target) if name else (target, source)
+    outer = os.path.join(current_directory(), outer)
+    inner = os.path.join(session.created()[0]["workdir"], inner)
+    if not (is_exact(inner) and is_exact(outer)):
+        raise SandboxError("a path has a control character or a byte that is not UTF-8",
+                           "engines would take another one for it")
+    if name:
+        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
+    into = [os.path.basename(outer.rstrip("/"))]
+    if into == ["."] and os.path.isdir(outer):  # its content
+        into = os.listdir(outer)
+    elif not in_session(engine, session, ["test", "-d", inner]):
+        into = [""]
+    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
+    if not status and session.user != "0:0":  # engines make it root's
+        copied = [os.path.join(inner, item).rstrip("/") for item in into]
+        if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
+            say(f"what was copied is root's in {session.name}")
+    return status
+
+
+def in_session(engine: Engine, session: Session, command: Sequence[str]) -> bool:
+    """Whether a command of root's succeeds in a session."""
+    return not Output(engine.exec_argv(session.id, command, user="0:0")).result()[0]
+
+
+def split_place(text: str) -> tuple[str, str]:
+    """Session and path of NAME:PATH; '' and the path for one of this machine."""
+    name, colon, path = text.partition(":")
+    return (name, path) if colon and is_plain(name, "_.-") and name[:1] not in "." else ("", text)
+
+
+def cmd_recreate(args: argparse.Namespace) -> int:
+    end_on_signals()
+    # A list that is given as '' is emptied.
+    emptied: dict[str, Any] = {name: [] for name in KEYS if getattr(args, name, None) == [""]}
+    vars(args).update(emptied)
+    flags = flags_layer(args)
+    engine, session = find_given(candidates(load_config(flags)), args.session, "recreate")
+    flags = Layer({**flags.values, **emptied}, "flags")
+    config, kept, spec = recreation(session, flags, args.profile)
+    if args.allow_engine_socket:
+        check_spec(spec)
+    else:
+        check_recreation(session, spec)
+    if not (args.in_use or may_remove(engine, session, what="Create its container anew")):
+        raise SandboxError(f"{session.name} was left as it is")
+    with_remedies(partial(recreate_session, engine, session, config, kept, spec), args.yes)
+    settings = settings_beside(session, flags)
+    with lock_settings(session.name):
+        if settings != read_settings(session.name):
+            write_settings(session.name, settings)
+    print(session.name)
+    return 0
+
+
+def cmd_rename(args: argparse.Namespace) -> int:
+    engine, session = find_given(engines_of(args), args.session, "rename")
+    rename_session(engine, session, args.new_name)
+    print(args.new_name)
+    return 0
+
+
 def cmd_ps(args: argparse.Namespace) -> int:
-    rows = list_sessions(candidates(load_config(flags_layer(args))))
+    engines = engines_of(args)
+    if args.only:
+        return show_session(engines, args)
+    rows: list[dict[str, Any]] = [*list_sessions(engines)]
+    running = {} if args.quiet else running_in(rows)
+    for row in rows:
+        row["running"] = running.get(row["name"], [])
     if args.json:
         print(to_json(rows, indent=2))
     elif args.quiet:
         print("".join(f"{row['name']}\n" for row in rows), end="")
     else:
         print_table(rows)
+        for row in rows if os.isatty(1) else ():
+            if row["ports"] and row["state"] == "running":
+                engine = ENGINES[row["runtime"]]()
+                for line in unheard_ports(engine, row["name"], row["ports"]):
+                    say(line)
     return 0
 
 
-def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    columns = ("name", "state", "agent", "profile", "network", "image", "created", "directory")
+def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, str]]]:
+    """What runs on terminals, by session: id, what and since. Only sessions of which it is recorded
+    that something was started are asked, side by side.
+    """
+    asked, running = {}, {}
+    for row in rows:
+        records = recorded_terminals(row["name"]) if row["state"] == "running" else {}
+        known = recall([ENGINES[row["runtime"]]()], row["name"]) if records else None
+        if known:
+            asked[row["name"]] = records, ask_terminals(*known)
+    for name, (records, output) in asked.items():
+        with suppress(EngineProblem):
+            held = [held for held in read_terminals(output) if held.runs]
+            for id in records.keys() - {terminal.id for terminal in held}:
+                if time.time() - records[id]["since"] > STARTUP_SECONDS:  # or it is being started
+                    forget_terminal(name, id)
+            running[name] = [{"id": terminal.id, "what": terminal.title,
+                              "since": iso_seconds(terminal.started)} for terminal in held]
+    return running
+
+
+def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
+    """List the terminals and jobs of a session."""
+    engine, session = find_given(engines, args.only, "ps")
+    held = list_terminals(engine, session) if session.state == "running" else []
+    rows = [{"id": terminal.id, "kind": "terminal", "status": terminal.status,
+             "state": "running" if terminal.runs else
+             "lost" if terminal.clients == -1 else "ended",
+             "started": iso_seconds(terminal.started),
+             "ended": iso_seconds(terminal.ended) if terminal.ended else None,
+             "what": terminal.title} for terminal in held] + read_jobs(session.name)
+    rows.sort(key=lambda row: str(row["started"]))
+    if args.json:
+        print(to_json(rows, indent=2))
+    elif args.quiet:
+        print("".join(f"{row['id']}\n" for row in rows), end="")
+    else:
+        print_columns(("id", "kind", "state", "status", "started", "ended", "what"), rows)
+        ports = session.created()[0]["ports"] if session.state == "running" else []
+        for line in unheard_ports(engine, session.name, ports) if ports else ():
+            say(line)
+    return 0
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    columns = ("name", "state", "agent", "runs", "profile", "network", "ports", "image", "created",
+               "directory")
+    print_columns(columns, [{**row, "runs": shown_running(row["running"]),
+                             "ports": ", ".join(map(short_port, row["ports"]))} for row in rows])
+
+
+def shown_running(running: Sequence[Mapping[str, str]]) -> str:
+    """What runs and since when, in short: the newest."""
+    if not running:
+        return ""
+    what = (running[-1]["what"].split() or ["?"])[0]
+    more = f" +{len(running) - 1}" if running[1:] else ""
+    return f"{os.path.basename(what)[:20]} {local_time(running[-1]['since'])}{more}"
+
+
+def local_time(text: str) -> str:
+    """Day, hour and minute here for ISO 8601, which may be UTC."""
+    if text.endswith("Z"):
+        from datetime import datetime
+
+        with suppress(ValueError):
+            text = datetime.fromisoformat(text).astimezone().isoformat()
+    return text.replace("T", " ")[:16]
+
+
+def print_columns(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     table = [[c.upper() for c in columns]]
     for row in rows:
-        short = {**row, "created": row["created"].replace("T", " ")[:16]}
+        short = {name: "" if value is None else str(value) for name, value in row.items()}
+        for name in {"created", "started", "ended"} & row.keys():
+            short[name] = local_time(short[name])
         table.append([printable(short[c]).replace("\n", "?") or "-" for c in columns])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
@@ -3278,8 +5089,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def cmd_net(args: argparse.Namespace) -> int:
-    engines = candidates(load_config(flags_layer(args)))
-    engine, session = find_given(engines, args.session, "net")
+    engine, session = find_given(engines_of(args), args.session, "net")
     if not session.proxy:
         network = session.labels.get("sandbox.network")
         raise SandboxError(f"{session.name} has no allowlist: its network is {network}",
@@ -3304,7 +5114,7 @@ def cmd_net(args: argparse.Namespace) -> int:
 
 def cmd_prune(args: argparse.Namespace) -> int:
     """Remove what a crash has left: proxies and volumes of no session, half-written files."""
-    met, engines = 0, candidates(load_config(flags_layer(args)))
+    met, engines = 0, engines_of(args)
     for engine in engines:
         with suppress(EngineProblem):
             prune_engine(engine, args.dry_run)
@@ -3336,14 +5146,16 @@ def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    volumes = [volume for volume in volumes if re.fullmatch("sandbox-net-[0-9a-f]{10}", volume)]
+    ours = "sandbox-(net|home)-[0-9a-f]{10}"
+    volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
+    used = {f"sandbox-net-{id}" for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
     proxies = [row["name"] for row in rows
                if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
             *((volume, engine.argv("remove-volume", volume)) for volume in volumes
-              if volume.removeprefix("sandbox-net-") not in ids)]
+              if volume not in used)]
 
 
 def half_written() -> list[str]:
@@ -3390,9 +5202,11 @@ def show_command(args: argparse.Namespace) -> int:
             calls = [*([engine.argv("restart", session.proxy)] if calls else []), rules, *calls]
     else:
         engine, rootless = pick_engine(request.engines)
-        labels = labels_of(request.config, request.flags, request.spec, container_user(rootless))
+        labels = labels_of(request.config, request.kept, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
+        if request.source and request.source.home:
+            calls.append(copy_home_argv(engine, request.source, session.home))
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
@@ -3407,7 +5221,8 @@ def show_command(args: argparse.Namespace) -> int:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
     if args.rm_on_exit:
         calls = [engine.argv("remove", session.name, *filter(None, [session.proxy]))]
-        calls += [engine.argv("remove-volume", session.volume)] if session.proxy else []
+        calls += [engine.argv("remove-volume", volume)
+                  for volume in filter(None, (session.volume, session.home))]
         lines += [quote_all(argv) + " >/dev/null" for argv in calls]
     print("\n".join(lines))
     return 0
@@ -3571,6 +5386,10 @@ def cmd_init(args: argparse.Namespace) -> int:
     if found or not os.path.exists(config_path()):
         write_private(config_path(), to_json(data, indent=2, ensure_ascii=False) + "\n")
         show(f"wrote {config_path()}")
+    author = git_author({"directory": os.path.expanduser("~")})
+    if len(author) == 4:
+        show("commits in sessions are by {GIT_AUTHOR_NAME} <{GIT_AUTHOR_EMAIL}>, "
+             "as git on this machine has it".format(**author))
     for agent in found:
         print(f"try: sandbox run -r {agent}")
     return 0
@@ -3635,6 +5454,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                   "help": "show: effective values with their sources; "
                           "command: what run would execute"}),
     "names": ("", {"nargs": "+", "metavar": "NAME", "help": "container name"}),
+    "only": ("", {"nargs": "?", "metavar": "NAME",
+                  "help": "list the terminals and jobs of this container"}),
+    "id": ("", {"nargs": "?", "metavar": "ID",
+                "help": "of a terminal or a job, as ps NAME prints it; default: the newest"}),
+    "copied": ("", {"metavar": "SOURCE", "help": "what is copied: a path, or NAME:PATH"}),
+    "target": ("", {"metavar": "TARGET", "help": "where to: NAME:PATH, or a path"}),
     "shell": ("", {"choices": ("bash", "zsh", "fish"),
                    "help": "the shell to print a completion script for"}),
     "profile": ("-r --run",
@@ -3646,11 +5471,15 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                     "help": "log: what was asked for; show: the rules; allow, deny: change them; "
                             "check: try a host"}),
     "session": ("", {"metavar": "NAME", "help": "container name"}),
+    "new_name": ("", {"metavar": "NEW", "help": "its new name"}),
+    "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
+                          "with its conversations and settings"}),
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
     "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
     "allow_engine_socket": ("--allow-engine-socket",
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
+    "new": ("--new", FLAG | {"help": "make another session, whatever the directory has, unasked"}),
     "rm_on_exit": ("--rm-on-exit", FLAG | {"help": "remove the container when the command ends"}),
     "reveal": ("--reveal", FLAG | {"help": "print passwords and secret values"}),
     "json": ("--json", FLAG | {"help": "print JSON"}),
@@ -3658,6 +5487,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
+    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),
@@ -3677,6 +5507,8 @@ def flags_layer(args: argparse.Namespace) -> Layer:
     places = {key.name: key.flags[0] for key in KEYS.values() if key.flags}
     if "env" in values:
         values["env"] = env_flags(values["env"])
+    if getattr(args, "new", False) and "containerName" in values:
+        raise SandboxError("--new does not go together with -n", "keep one of them", 2)
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
@@ -3684,7 +5516,13 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["network"], places["network"] = {"allow": args.allow}, "--allow"
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
-    return Layer(values, "flags", code=2, places=places)
+    if "envFile" in values:
+        values["envFile"] = [path if not path or path.startswith(("/", "~/"))
+                             else os.path.join(current_directory(), path)
+                             for path in values["envFile"]]
+    layer = Layer(values, "flags", code=2, places=places)
+    layer.variables = ["".join(item.partition("=")[:2]) for item in getattr(args, "env", ())]
+    return layer
 
 
 def env_flags(items: Sequence[str]) -> dict[str, str]:
@@ -3726,7 +5564,7 @@ def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
     """The options of a command by the name of their value: flags, and what argparse wants."""
     of = "run" if command == "config" else command
     keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
-            if key.flags and of in key.of}
+            if key.flags and (of in key.of or (of == "recreate" and key.fixed))}
     return keys | {name: (OPTIONS[name][0].split(), OPTIONS[name][1])
                    for name in COMMANDS[command][1].split()}
 
@@ -3766,7 +5604,14 @@ def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     if command not in ("run", "config"):
         return parser_of(command).parse_args(words)
     options, command_words, agent_args = split_command(words)
-    args = parser_of(command).parse_args(options)
+    parser = parser_of(command)
+    args, more = parser.parse_known_args(options)
+    if more and not more[0].startswith("-"):
+        wanted = ("-y" if more[0] in SHORTCUTS else "-x", *more)
+        raise SandboxError(f"unexpected words: {quote_all(more)}",
+                           f"to run that: sandbox run {quote_all(wanted)}", 2)
+    if more:
+        parser.error(f"unrecognized arguments: {quote_all(more)}")
     if args.command:
         raise SandboxError(f"-x{args.command}: a space is missing",
                            'for example: -x bash, or -x "make test"', 2)
@@ -3779,6 +5624,11 @@ def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
 def cmd_completion(args: argparse.Namespace) -> int:
     print(asset(f"completion/sandbox.{args.shell}").decode(), end="")
     return 0
+
+
+NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
+# The word that is one, if there is one.
+NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2}
 
 
 def complete(words: Sequence[str]) -> list[str]:
@@ -3798,8 +5648,14 @@ def complete(words: Sequence[str]) -> list[str]:
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     name = before in KEYS["containerName"].flags
-    if name or command == "rm" or (command == "net" and len(words) == 3):
-        return [row["name"] for row in list_sessions(candidates(load_config()))]
+    named = command in NAMED_ALONE or len(words) == NAMED_AT.get(command)
+    if name or before == "--from" or named and not words[-1].startswith("-"):
+        return [row["name"] for row in list_sessions(engines_of())]
+    if command in ("attach", "logs") and len(words) == 3:
+        jobs = [job["id"] for job in read_jobs(words[1])] if command == "logs" else []
+        return [*recorded_terminals(words[1]), *jobs]
+    if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
+        return [f"{row['name']}:" for row in list_sessions(engines_of())]
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -3811,13 +5667,23 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = "profile allow allow_engine_socket rm_on_exit yes verbose"
+RUN_OPTIONS = ("source profile new allow allow_engine_socket rm_on_exit background yes "
+               "verbose")
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
             cmd_run),
-    "ps": ("list sessions", "json quiet", cmd_ps),
-    "rm": ("remove containers", "names", cmd_rm),
+    "ps": ("list sessions, or what runs in one", "only json quiet", cmd_ps),
+    "attach": ("go back to a terminal of a session", "session id", cmd_attach),
+    "logs": ("print what an agent, a prompt or a command has printed", "session id follow",
+             cmd_logs),
+    "stop": ("stop containers", "names", cmd_stop),
+    "start": ("start containers that were stopped", "names", cmd_start),
+    "cp": ("copy between this machine and a session", "copied target", cmd_cp),
+    "rm": ("remove containers", "names in_use", cmd_rm),
+    "recreate": ("create a session's container anew, its conversations stay",
+                 "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
+    "rename": ("give a session another name", "session new_name", cmd_rename),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),
@@ -3848,8 +5714,9 @@ def dispatch(argv: Sequence[str]) -> int:
     if command.startswith("-"):
         command, rest = "run", argv
     if command not in COMMANDS:
-        raise SandboxError(f"there is no command {command!r}{nearest(command, COMMANDS)}",
-                           "sandbox --help lists them", 2)
+        hint = f"to start {AGENTS[SHORTCUTS[command]].title}: sandbox run -y {command}" \
+            if command in SHORTCUTS else "sandbox --help lists them"
+        raise SandboxError(f"there is no command {command!r}{nearest(command, COMMANDS)}", hint, 2)
     try:
         args = argparse_of(command, rest)
         if getattr(args, "verbose", False):

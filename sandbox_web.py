@@ -8,8 +8,9 @@ The README, section "Web service API", describes what clients see. How it is mad
 - A job is a detached process (static/session/job.py), which writes into
   ~/.sandbox/jobs/<session>/<job>/; the server only reads there, so it may be killed and started
   again at any time.
-- A terminal is a PTY that a thread of its own pumps to its viewers' WebSockets and into a ring of
-  1 MiB.
+- A terminal belongs to its session, where static/session/hold.py holds it. A thread of its own
+  pumps between one client of the holder and the viewers' WebSockets, with a ring of 1 MiB whose
+  positions are the holder's; a server that ends only detaches.
 
 Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandbox/web/<address>.*
 (lock, log, state). Knows no engine argv: sandbox.py builds them all.
@@ -21,14 +22,17 @@ All that it uses of sandbox.py (a test compares this list with the code):
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings AGENTS options_of
-    engines: Engine Image candidates missing_image
-    sessions: Session find_session list_sessions create_session recreate_session start_session
-        stop_session remove_session forget_files generated_name spec_of check_spec check_mounts
-        differences
+    engines: Engine candidates present_image
+    sessions: Session find_session list_sessions create_session recreation check_recreation
+        recreate_session start_session stop_session remove_session users_of forget_files
+        generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
+    terminals: hold_argv attach_argv hold_environ frame Frames numbers_of Held list_terminals
+        record_terminal forget_terminal recorded_terminals title_of agent_of cannot_hold
+        is_unheld STARTUP_SECONDS
     processes: spawn wait_for Output end_on_signals
-    people: say report Step Remedy with_remedies install_commands
+    people: say report Step Remedy with_remedies install_commands news notify
 """
 
 from __future__ import annotations
@@ -103,11 +107,20 @@ CHUNK_BYTES = 64 * 1024
 RING_BYTES = WINDOW_BYTES = 1024 * 1024
 MESSAGE_BYTES = 1024 * 1024
 STALL_SECONDS = 5  # a viewer that takes nothing for so long no longer holds the program up
-PING_SECONDS, SILENCE_SECONDS = 30, 75
+PING_SECONDS = 30  # the kernel ends a connection whose other end is gone, however slow it was
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
+LAST_POSITION = 1 << 53  # what JavaScript counts exactly
+STDERR_BYTES = 4096  # of an engine's client that fails
+CUTS = 5  # of a holder's clients, each within a second, before its terminal is given up
 STOP_SECONDS = 15
+DETACH_SECONDS = 2  # for an engine's client to end after its input has
 WEBSOCKETS_MAJOR = 13  # the oldest websockets that works
+KEPT_NEWS = 500
+LAST_WORDS_BYTES = 256 * 1024  # of a turn's output, in which its answer is looked for
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2, 60  # between two calls of the person's command for a kind
+TYPING_SECONDS = 3  # in which a terminal's bell answers a key
+REFUSED_HOSTS, HOST_CHARS = 1000, 280  # that one reader of a proxy's log tells
 LOG_BYTES = 2 * 1024 * 1024  # then a new one is begun, and the one before it kept
 
 Params = Mapping[str, str]
@@ -621,6 +634,7 @@ class App(ThreadingHTTPServer):
         self.gateway = Gateway(config.get("serverUser"), self.password, f"{state}.json", address,
                                tls is not None, config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
+        self.news = News()
         self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
@@ -1026,8 +1040,9 @@ def has_agent_mode(row: Mapping[str, str], data: Mapping[str, Any]) -> bool:
 def recreate_lines(session: Session, config: Config) -> list[str]:
     """In what the container differs from its configuration: what needs a new container."""
     have, _ = session.created()
-    given = {key: have.get(key) for key in ("directory", "workdir", "sources")}
-    return sandbox.differences(have, sandbox.spec_of(config) | given)
+    want = sandbox.spec_of(config) | {key: have.get(key)
+                                      for key in ("directory", "workdir", "sources")}
+    return sandbox.differences(have, want | {"git": sandbox.git_of(want)})
 
 
 def workdir(session: Session) -> str:
@@ -1059,7 +1074,6 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
 def get_sessions(app: App, request: Request, _params: Params) -> Answer:
     """All sessions; ?tail=<bytes> adds the end of the last job's output."""
     tail = request.number("tail", 0, 0, TAIL_BYTES)
-    terminals = [terminal.session.name for terminal in app.terminals.all() if not terminal.ended]
     rows, data = [], sandbox.read_config()
     for row in app.sessions.list():
         jobs = list_jobs(row["name"], 20)
@@ -1068,7 +1082,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
         if last and tail:
             last["tail"] = output_tail(row["name"], last["id"], tail)
         rows.append({**row, "agentMode": has_agent_mode(row, data), "jobs": running,
-                     "terminals": terminals.count(row["name"]), "last": last})
+                     "terminals": app.terminals.running(row["name"]), "last": last})
     return json_answer(rows)
 
 
@@ -1132,24 +1146,16 @@ def finish_start(app: App, engine: Engine, session: Session, status: int = 200) 
 def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     """Put a new container from what is configured now in the place of the old one.
 
-    Its settings and jobs stay.
+    Its home, settings and jobs stay.
     """
     engine, session = find(params["session"])
-    have, kept = session.created()
-    place = {"hostPath": have["directory"], "containerPath": have["workdir"]}
-    config = sandbox.session_config(session, flags=Layer(place, "request"))
-    spec = sandbox.spec_of(config)
+    config, kept, spec = sandbox.recreation(session, Layer({}, "request"))
     with as_request_error():
-        sandbox.check_spec(spec)
-        # A link in a path may lead to an engine's socket by now.
-        if spec["sources"] != have.get("sources"):
-            sandbox.check_mounts(spec)
-    if not sandbox.Image(engine, config.image).id:  # before anything goes
-        raise sandbox.missing_image(engine, config)
+        sandbox.check_recreation(session, spec)
+    sandbox.present_image(engine, config)  # before anything goes
     app.terminals.close_all(session.name)
     try:
-        flags = Layer({**kept, **place}, "created")
-        session = sandbox.recreate_session(engine, session, config, flags, spec)
+        session = sandbox.recreate_session(engine, session, config, kept, spec)
     finally:
         app.sessions.expire()
     return finish_start(app, engine, session)
@@ -1158,6 +1164,12 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     return json_answer(session_data(session, engine))
+
+
+def get_users(_app: App, _request: Request, params: Params) -> Answer:
+    """What would end with the session: the commands of all who use it."""
+    engine, session = find(params["session"])
+    return json_answer({"users": sandbox.users_of(engine, session)})
 
 
 def delete_session(app: App, _request: Request, params: Params) -> Answer:
@@ -1183,6 +1195,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     sandbox.stop_session(engine, session)
+    app.terminals.forget(session.name)
     app.sessions.expire()
     return json_answer(session_data(session, engine))
 
@@ -1217,7 +1230,7 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
         config = sandbox.session_config(session, settings)
         with as_request_error():
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
-            sandbox.env_script(sandbox.exec_env(config, workdir(session)))
+            sandbox.env_script(sandbox.exec_env(config, session.created()[0]))
         sandbox.write_settings(session.name, settings)
         if session.proxy and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
@@ -1364,7 +1377,7 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a shell command line in a session, under a supervisor; the job as clients see it."""
     config = sandbox.session_config(session)
-    env = {**sandbox.exec_env(config, workdir(session)), **(extra_env or {})}
+    env = {**sandbox.exec_env(config, session.created()[0]), **(extra_env or {})}
     with as_request_error():
         script = sandbox.env_script(env)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
@@ -1678,8 +1691,10 @@ def post_prompt(app: App, request: Request, params: Params) -> Answer:
                        "set agentPromptCommand in its settings")
     agents = template == prompt_template(session.agent, None, {})
     shown = {"prompt": prompt, "agent": session.agent if agents else ""}
-    return json_answer(start_job(engine, session, "prompt", insert_prompt(template), shown,
-                                 {"SANDBOX_PROMPT": prompt}), 201)
+    job = start_job(engine, session, "prompt", insert_prompt(template), shown,
+                    {"SANDBOX_PROMPT": prompt})
+    app.news.expect(engine, session, job)
+    return json_answer(job, 201)
 
 
 def insert_prompt(template: str) -> str:
@@ -1765,6 +1780,221 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
     sandbox.signal_tagged(engine, session, tag, "TERM", 3)
 
 
+# --- News ---
+# What a person comes back for: a turn that has ended, an agent that waits, a refusal, an error.
+# Pages ask for it; the person's own command (`notify`) is called for it, page or no page.
+
+
+class News:
+    """The last news of each kind in each session.
+
+    Where many of a kind come, what was said before the last one goes: the command is called for a
+    kind after a pause, which grows as long as more come, and once at a time for a session.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.number = 0
+        self.last: dict[tuple[str, str], dict[str, Any]] = {}
+        # What the caller of a kind has to say next, and whose turn it is to call.
+        self.waiting: dict[tuple[str, str], dict[str, Any] | None] = {}
+        self.turns: dict[str, threading.Lock] = {}
+        # How many want to hear of the refusals of a session, and the process that reads them.
+        self.listeners: dict[str, int] = {}
+        self.readers: dict[str, int] = {}
+
+    def tell(self, session: Session, what: str, text: str, **more: Any) -> None:
+        event = sandbox.news(session.name, what, text, **more)
+        key, now = (session.name, what), time.time()
+        with self.lock:
+            self.number = max(self.number + 1, int(now * 1000))  # also after a restart of ours
+            self.last.pop(key, None)
+            self.last[key] = {**event, "number": self.number, "time": iso(now)}
+            while len(self.last) > KEPT_NEWS:
+                del self.last[next(iter(self.last))]
+            called = key in self.waiting
+            self.waiting[key] = event
+        if not called:
+            threading.Thread(target=self.call, args=(session, key), daemon=True).start()
+
+    def call(self, session: Session, key: tuple[str, str]) -> None:
+        """Call the person's command for a kind until there is nothing more to say."""
+        pause = PAUSE_SECONDS
+        while event := self.next(key):
+            failure = ""
+            with self.lock:
+                turn = self.turns.setdefault(session.name, threading.Lock())
+            try:
+                if command := sandbox.session_config(session).get("notify"):
+                    with turn:
+                        failure = sandbox.notify(command, event)
+            except SandboxError as error:
+                failure = f"notify: {error.message}"
+            if failure:
+                log(f"{session.name}: {failure}")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def next(self, key: tuple[str, str]) -> dict[str, Any] | None:
+        with self.lock:
+            event = self.waiting.pop(key, None)
+            if event:
+                self.waiting[key] = None
+            return event
+
+    # Turns.
+
+    def expect(self, engine: Engine, session: Session, job: Mapping[str, Any]) -> None:
+        """Tell the end of a turn; where this server ends before, the next one does."""
+        with suppress(OSError), open(f"{job_folder(session.name, job['id'])}/untold", "wb"):
+            pass
+        threading.Thread(target=self.wait_for_turn, args=(engine, session, job["id"]),
+                         daemon=True).start()
+
+    def resume(self) -> None:
+        """Go on with what another server has expected."""
+        for name in job_ids(""):
+            for id in job_ids(name):
+                with suppress(WebError, SandboxError):
+                    if os.path.exists(f"{job_folder(name, id)}/untold"):
+                        self.expect(*find(name), read_job(name, id))
+
+    def wait_for_turn(self, engine: Engine, session: Session, id: str) -> None:
+        folder = job_folder(session.name, id)
+        with suppress(OSError, WebError):
+            with self.refusals(engine, session), open(f"{folder}/lock", "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)  # which its supervisor has until it ends
+            job = read_job(session.name, id)
+            os.unlink(f"{folder}/untold")  # of several servers one tells it
+            if job["state"] != "cancelled":
+                failed = job["exit"] != 0
+                text = last_words(output_tail(session.name, id, LAST_WORDS_BYTES),
+                                  job.get("agent", ""), failed)
+                self.tell(session, "error" if failed else "turn", text or job["error"] or "",
+                          turn=id, status=job["exit"])
+
+    # Refusals.
+
+    @contextmanager
+    def refusals(self, engine: Engine, session: Session) -> Iterator[None]:
+        """Tell meanwhile what the session's proxy refuses; one reader serves all who want that."""
+        name = session.name
+        with self.lock:
+            self.listeners[name] = self.listeners.get(name, 0) + 1
+            if session.proxy and self.listeners[name] == 1:
+                with suppress(OSError):
+                    self.read_refusals(engine, session)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.listeners[name] -= 1
+                if not self.listeners[name]:
+                    del self.listeners[name]
+                    if pid := self.readers.pop(name, 0):
+                        os.kill(pid, signal.SIGTERM)
+
+    def read_refusals(self, engine: Engine, session: Session) -> None:
+        argv = engine.logs_argv(session.proxy, follow=True, since=time.time())
+        out, end = os.pipe()
+        null = os.open(os.devnull, os.O_RDWR)
+        try:
+            pid = sandbox.spawn(argv, fds={0: null, 1: end, 2: null}, own_group=True)
+        except OSError:
+            os.close(out)
+            raise
+        finally:
+            sandbox.Output.close(null, end)
+        self.readers[session.name] = pid
+
+        def read() -> None:
+            told: set[str] = set()
+            with open(out, "rb") as lines:
+                while line := lines.readline(CHUNK_BYTES):
+                    entry = sandbox.decision_of(line) or {}
+                    host = f"{entry.get('host')} port {entry.get('port')}"[:HOST_CHARS]
+                    if (entry.get("verdict") == "deny" and host not in told
+                            and len(told) < REFUSED_HOSTS):
+                        told.add(host)
+                        self.tell(session, "refused", f"{host}: {entry.get('reason')}")
+            with self.lock:
+                if self.readers.get(session.name) == pid:
+                    del self.readers[session.name]
+            sandbox.wait_for(pid)
+
+        threading.Thread(target=read, daemon=True).start()
+
+
+CONTROL = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?)")
+
+
+def last_words(output: str, agent: str, failed: bool) -> str:
+    """What the end of a turn's output says: an agent's answer, or else its last line.
+
+    Of a turn that has failed the last line that is no event comes first.
+    """
+    answer, goes_on, plain = "", False, ""
+    says = sandbox.AGENTS[agent].says if agent in sandbox.AGENTS else []
+    for line in output.split("\n"):
+        event: Any = None
+        with suppress(ValueError):
+            event = sandbox.parse_json(line) if says and line.startswith("{") else None
+        if not isinstance(event, dict):
+            plain = line if line.strip() else plain
+            continue
+        found: Any = event if event.get("role") != "user" else None
+        for key in says:
+            found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, str) and found.strip():
+            answer = answer + found if goes_on else found
+        goes_on = event.get("delta") is True
+    return CONTROL.sub("", plain or answer if failed else answer or plain)
+
+
+class Calls:
+    """Hears a terminal call for its person: a bell, or a notification (OSC 9 or 777)."""
+
+    OSC = re.compile(rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+    CALL = re.compile(rb"\x1b\](?:9;(?!\d+;)|777;notify;(?:([^;\x07\x1b]*);)?)"
+                      rb"([^\x07\x1b]*)(?:\x07|\x1b\\)")  # OSC 9;4 is a progress bar
+    UNFINISHED = re.compile(rb"\x1b(\][^\x07\x1b]{0,4096}\x1b?)?\Z")
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.terminal, self.rest = terminal, b""
+        self.typed = -TYPING_SECONDS * 1.0  # when something was typed last
+
+    def hear(self, data: bytes) -> None:
+        """Take what the program has printed just now, and never again what was there before."""
+        if not self.rest and b"\x07" not in data and b"\x1b" not in data:
+            return
+        data = self.rest + data
+        unfinished = self.UNFINISHED.search(data, max(0, len(data) - 4200))
+        self.rest = unfinished[0] if unfinished else b""
+        data = data[: len(data) - len(self.rest)]
+        if calls := self.CALL.findall(data):
+            self.tell("waits", (calls[-1][1] or calls[-1][0]).decode(errors="replace"))
+        elif (b"\x07" in self.OSC.sub(b"", data)
+              and time.monotonic() - self.typed > TYPING_SECONDS):
+            self.tell("waits", "the terminal rang its bell")
+
+    def ended(self, status: int | None) -> None:
+        """Tell the end of an agent, unless a person has closed its terminal."""
+        if self.terminal.run == "agent" and not self.terminal.closing:
+            self.tell("error" if status else "end", "", status=status)
+
+    def tell(self, what: str, text: str, status: int | None = None) -> None:
+        terminal = self.terminal
+        terminal.app.news.tell(terminal.session, what, text, turn=terminal.id, status=status)
+
+
+def get_news(app: App, request: Request, _params: Params) -> Answer:
+    """What has happened ?after=<number> of the last one that is known."""
+    after = request.number("after", 0, 0, 1 << 60)
+    with app.news.lock:
+        rows = [row for row in app.news.last.values() if row["number"] > after]
+        return json_answer({"number": app.news.number, "news": rows})
+
+
 # --- Terminals ---
 
 
@@ -1777,18 +2007,25 @@ class Ring:
 
     def __init__(self) -> None:
         self.memory = memoryview(mmap.mmap(-1, RING_BYTES))
-        self.end = 0
+        self.begin(0)
+
+    def begin(self, position: int) -> None:
+        """Go on at another position, with nothing before it."""
+        self.first = self.end = position
 
     @property
     def start(self) -> int:
-        return max(0, self.end - RING_BYTES)
+        return max(self.first, self.end - RING_BYTES)
 
-    def take(self, fd: int) -> int:
-        """Read once, straight into the ring: how many bytes. Raises OSError."""
+    def put(self, data: bytes) -> None:
+        """Add at most RING_BYTES."""
         at = self.end % RING_BYTES
-        count = os.readv(fd, [self.memory[at : at + CHUNK_BYTES]])
-        self.end += count
-        return count
+        room = RING_BYTES - at
+        if len(data) <= room:
+            self.memory[at : at + len(data)] = data
+        else:
+            self.memory[at:], self.memory[: len(data) - room] = data[:room], data[room:]
+        self.end += len(data)
 
     def read(self, position: int) -> bytes:
         """A piece of what follows a position that lies within the ring."""
@@ -1796,13 +2033,21 @@ class Ring:
         return bytes(self.memory[at : at + min(CHUNK_BYTES, self.end - position)])
 
 
+    def last(self, count: int) -> bytes:
+        """The last bytes of it."""
+        at = (self.end - count) % RING_BYTES
+        first = bytes(self.memory[at : at + count])
+        return first + bytes(self.memory[: count - len(first)])
+
+
 class Viewer:
     """A WebSocket that shows a terminal; `sent` and `acked` are positions in its output."""
 
     def __init__(self, sock: socket.socket, protocol: ServerProtocol, leave: Callable[[], None],
-                 wants_to_write: bool, position: int) -> None:
+                 wants_to_write: bool, position: int, size: tuple[int, int] | None) -> None:
+        """`size` is that of its window, where it has said so."""
         self.sock, self.protocol, self.leave = sock, protocol, leave
-        self.wants_to_write = wants_to_write
+        self.wants_to_write, self.size = wants_to_write, size
         self.pending = b""
         self.text: bytearray | None = None  # a text message that is not complete
         self.sent = self.acked = position
@@ -1850,56 +2095,138 @@ def has_to_wait(error: OSError) -> bool:
 
 
 class Terminal:
-    """A PTY with an engine's client on it, pumped by one thread: one poll over PTY and viewers."""
+    """A program on a terminal, pumped by one thread: one poll over its client and the viewers.
+
+    The client is one of the terminal's holder, over pipes. Where a session can hold none it is the
+    engine's own on a PTY, and the program ends with the server.
+    """
 
     def __init__(self, app: App, engine: Engine, session: Session, run: str,
-                 size: tuple[int, int]) -> None:
+                 size: tuple[int, int], id: str = "", title: str = "",
+                 started: float = 0) -> None:
+        """With an id it is one that is there."""
         self.app, self.engine, self.session, self.run, self.size = app, engine, session, run, size
-        self.id, self.tag, self.started = sandbox.random_id(), sandbox.random_id(), time.time()
+        self.id, self.started = id or sandbox.random_id(), started or time.time()
+        command = sandbox.AGENTS[session.agent].yolo if run == "agent" else sandbox.SHELL
+        self.command, self.title = command, title or sandbox.title_of(command)
+        self.is_new, self.held = not id, False
         self.ring, self.input = Ring(), bytearray()
         self.viewers: list[Viewer] = []
         self.writer: Viewer | None = None
         self.arriving: deque[Viewer] = deque()
         self.status: int | None = None
         self.ended = self.closing = False
+        self.cuts = 0  # of clients, one soon after the other
         self.end_seen = 0.0  # when a viewer was last told of the end
+        self.thread = threading.Thread(target=self.pump, daemon=True)
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self.wake_write, False)
-        self.master = -1
+        self.calls, self.heard = Calls(self), 0  # up to which position it has heard
+
+    # The client.
 
     def start(self) -> None:
+        """Start the program, or attach to it; raises OSError, SandboxError."""
+        try:
+            if self.is_new and sandbox.is_unheld(self.session):
+                self.start_unheld()
+            elif self.is_new:
+                argv = sandbox.hold_argv(self.engine, self.session, workdir(self.session), self.id)
+                self.spawn(argv, sandbox.hold_environ(self.script(), "start", self.id, *self.size,
+                                                      self.title, *self.command))
+                sandbox.record_terminal(self.session.name, self.id, self.title)
+            else:
+                self.attach_client()
+        except BaseException:
+            sandbox.Output.close(self.wake_read, self.wake_write)
+            raise
+
+    def attach_client(self) -> None:
+        """Attach to the holder where the ring ends."""
+        self.spawn(sandbox.attach_argv(self.engine, self.session),
+                   sandbox.hold_environ("", "attach", self.id, *self.size, self.ring.end))
+
+    def script(self) -> str:
+        env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        env |= sandbox.exec_env(sandbox.session_config(self.session), self.session.created()[0])
+        return sandbox.env_script(env)
+
+    def start_unheld(self) -> None:
         """Start the engine's client on a new PTY, without a line discipline of ours in between."""
         import tty
 
-        env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
-        env |= sandbox.exec_env(sandbox.session_config(self.session), workdir(self.session))
-        command = sandbox.AGENTS[self.session.agent].yolo if self.run == "agent" else sandbox.SHELL
-        argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.tag,
-                                 command, stdin=True, size=self.size)
-        environ = {**os.environ, "TERM": "xterm-256color", "SANDBOX_ENV": sandbox.env_script(env)}
-        self.master, slave = os.openpty()
+        argv = sandbox.exec_argv(self.engine, self.session, workdir(self.session), self.id,
+                                 self.command, stdin=True, size=self.size)
+        environ = {**os.environ, "TERM": "xterm-256color", "SANDBOX_ENV": self.script()}
+        master, slave = os.openpty()
         try:
             tty.setraw(slave)
-            self.resize(*self.size)
+            fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", *self.size, 0, 0))
             self.pid = sandbox.spawn(argv, env=environ, fds={0: slave, 1: slave, 2: slave},
                                      own_group=True)
         except OSError:
-            sandbox.Output.close(self.master, self.wake_read, self.wake_write)
+            os.close(master)
             raise
         finally:
             os.close(slave)
-        os.set_blocking(self.master, False)
+        self.connect(master, master)
+
+    def spawn(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start a client of the holder."""
+        (stdin, ours), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
+        try:
+            self.pid = sandbox.spawn(argv, env=environ, fds={0: stdin, 1: stdout, 2: stderr},
+                                     own_group=True)
+        except OSError:
+            sandbox.Output.close(ours, out, err)
+            raise
+        finally:
+            sandbox.Output.close(stdin, stdout, stderr)
+        self.connect(ours, out, err)
+
+    def connect(self, master: int, out: int, err: int = -1) -> None:
+        """Have a client: `master` takes input, `out` gives output, or frames of a holder."""
+        self.master, self.out, self.err, self.held = master, out, err, err >= 0
+        for fd in self.fds():
+            os.set_blocking(fd, False)
+        self.frames, self.failure, self.attached = sandbox.Frames(), b"", time.monotonic()
+        self.modes: tuple[int, bytes] = (-1, b"")
+        self.asked_size = self.size
+        # Where the output was when the holder greeted this client, whether it did, and what it
+        # said of the end.
+        self.awaited = 0 if self.is_new else LAST_POSITION
+        self.greeted = self.told = False
+        self.refused = ""
+
+    def fds(self) -> set[int]:
+        return {self.master, self.out, self.err} - {-1}
 
     def data(self) -> dict[str, Any]:
-        return {"id": self.id, "session": self.session.name, "run": self.run,
+        return {"id": self.id, "session": self.session.name, "run": self.run, "title": self.title,
                 "started": iso(self.started), "rows": self.size[0], "cols": self.size[1],
                 "viewers": len(self.viewers), "ended": self.ended, "exit": self.status,
                 "seq": self.ring.end}
 
-    def resize(self, rows: int, cols: int) -> None:
-        self.size = (rows, cols)
+    def resize(self, size: tuple[int, int] | None) -> None:
+        """Ask for a size: of the clients of a holder the last to type has its own."""
+        if self.ended or size in (None, self.asked_size):
+            return
+        self.asked_size = rows, cols = size
+        if self.held:
+            self.input += sandbox.frame(b"r", b"%d %d" % size)
+            self.write_input()
+            return
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
+        with suppress(OSError):  # the engine's client has no terminal that would signal this
+            os.kill(self.pid, signal.SIGWINCH)
+        self.set_size(rows, cols)
+
+    def set_size(self, rows: int, cols: int) -> None:
+        if 0 < rows <= 1000 and 0 < cols <= 1000 and (rows, cols) != self.size:
+            self.size = rows, cols
+            for viewer in self.viewers:
+                viewer.control(type="size", rows=rows, cols=cols)
 
     # What other threads may call.
 
@@ -1915,18 +2242,20 @@ class Terminal:
         """End everything that was started in this terminal, inside the container."""
         self.closing = True
         if not self.ended:
-            sandbox.signal_tagged(self.engine, self.session, self.tag, "HUP", 2)
+            sandbox.signal_tagged(self.engine, self.session, self.id, "HUP", 2)
             if not self.ended:
                 with suppress(OSError):
                     os.kill(self.pid, signal.SIGHUP)
+        sandbox.forget_terminal(self.session.name, self.id)
         self.wake()
 
     # The pump.
 
     def pump(self) -> None:
         try:
-            while not self.is_done():
-                self.step()
+            with self.app.news.refusals(self.engine, self.session):
+                while not self.is_done():
+                    self.step()
         except Exception:
             log(traceback.format_exc().rstrip())
         finally:
@@ -1934,13 +2263,13 @@ class Terminal:
 
     def is_done(self) -> bool:
         if not self.ended:
-            return False
+            return self.app.stopping
         over = self.closing or self.end_seen and not self.viewers or self.app.stopping
         return bool(over) and not self.arriving or time.monotonic() - self.end_time > LINGER_SECONDS
 
     def step(self) -> None:
         for fd, happened in self.what_waits().poll(self.timeout() * 1000):
-            if fd == self.master:
+            if fd in (self.master, self.out) and not self.ended:
                 if happened & select.POLLOUT and self.input:
                     self.write_input()
                 if happened & ~select.POLLOUT:
@@ -1948,9 +2277,11 @@ class Terminal:
             elif fd == self.wake_read:
                 with suppress(OSError):
                     os.read(fd, 4096)
+            elif fd == self.err:
+                self.read_failure()
             elif viewer := next((v for v in self.viewers if v.sock.fileno() == fd), None):
                 self.serve_viewer(viewer, happened)
-        while self.arriving:
+        while self.arriving and self.is_ready():
             self.welcome(self.arriving.popleft())
         self.look_after_viewers()
 
@@ -1962,10 +2293,14 @@ class Terminal:
         poller = select.poll()
         poller.register(self.wake_read, select.POLLIN)
         if not self.ended:
-            mask = select.POLLIN if self.may_read() else 0
-            mask |= select.POLLOUT if self.input else 0
-            if mask:
-                poller.register(self.master, mask)
+            reads = select.POLLIN if self.may_read() else 0
+            writes = select.POLLOUT if self.input else 0
+            if self.held:
+                for fd, mask in ((self.out, reads), (self.master, writes), (self.err, 1)):
+                    if mask and fd >= 0:
+                        poller.register(fd, mask)
+            elif reads or writes:
+                poller.register(self.master, reads | writes)
         for viewer in self.viewers:
             full = viewer is self.writer and len(self.input) > CHUNK_BYTES
             mask = 0 if full else select.POLLIN
@@ -1982,29 +2317,114 @@ class Terminal:
         """Seconds until something may have to be done without an event."""
         if self.ended:
             return 1.0 if self.viewers else 60.0
-        return float(PING_SECONDS if self.may_read() else 1)
+        return float(PING_SECONDS if self.may_read() and not self.arriving else 1)
+
+    def is_ready(self) -> bool:
+        """Whether the ring has what the holder had kept when it greeted us; else a viewer waits."""
+        return (self.ended or self.ring.end >= self.awaited
+                or time.monotonic() - self.attached > STALL_SECONDS)
 
     def read_output(self) -> None:
         """Read until there is nothing more for now, and send it as one frame."""
-        size = 0
+        size, over = 0, False
         try:
-            while size < CHUNK_BYTES and (count := self.ring.take(self.master)):
-                size += count
-            over = size < CHUNK_BYTES
-        except OSError as error:  # EIO: nobody has the other end open any more
-            over = not isinstance(error, BlockingIOError)
+            while size < CHUNK_BYTES and not over:
+                data = os.read(self.out, CHUNK_BYTES)
+                size, over = size + len(data), not data
+                if self.held:  # a pipe gives all at once that it has
+                    for kind, content in self.frames.feed(data):
+                        self.take_frame(kind, content)
+                    break
+                self.ring.put(data)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):  # EIO: nobody has the other end open any more
+            over = True
         if size:
             for viewer in self.viewers:
                 self.flush(viewer)
+            fresh = self.ring.end - max(self.heard, self.awaited, self.ring.start)
+            if fresh > 0:
+                self.calls.hear(self.ring.last(fresh))
+            self.heard = self.ring.end
         if over:
-            self.end()
+            self.lose_client()
+
+    def take_frame(self, kind: bytes, data: bytes) -> None:
+        """Carry out a frame of the holder. Raises ValueError for one that no holder sends."""
+        if kind == b"o":
+            self.ring.put(data)
+        elif kind == b"h":
+            position, rows, cols, self.awaited = sandbox.numbers_of(data)
+            if max(position, self.awaited) > LAST_POSITION:
+                raise ValueError(position)
+            if position != self.ring.end:
+                self.ring.begin(position)
+                for viewer in self.viewers:
+                    self.reset(viewer)
+            self.greeted = True
+            self.set_size(rows, cols)
+        elif kind == b"m":
+            self.modes = self.ring.end, data
+            for viewer in self.viewers:
+                self.tell_modes(viewer)
+        elif kind == b"s":
+            rows, cols = sandbox.numbers_of(data)
+            self.set_size(rows, cols)
+        elif kind == b"e":
+            self.told, status = True, sandbox.numbers_of(data)
+            self.status = status[0] & 255 if status else None
+        elif kind == b"n":
+            self.refused = data.decode(errors="replace")[:STDERR_BYTES] or "it does not say why"
+
+    def read_failure(self) -> None:
+        """Keep what an engine's client says on stderr, or the beginning of it."""
+        try:
+            data = os.read(self.err, CHUNK_BYTES)
+        except OSError:
+            data = b""
+        self.failure = (self.failure + data)[:STDERR_BYTES]
+        if not data:
+            os.close(self.err)
+            self.err = -1
+
+    def lose_client(self) -> None:
+        """The client has ended: with the program, or cut off, or it could not begin."""
+        while self.err >= 0 and select.select([self.err], [], [], 0)[0]:
+            self.read_failure()
+        self.cuts = self.cuts + 1 if time.monotonic() - self.attached < 1 else 0
+        self.close_client()
+        status = sandbox.wait_for(self.pid)
+        try:
+            if self.held and self.refused and self.is_new and not self.closing:
+                sandbox.cannot_hold(self.session, self.id, self.refused, status)
+                self.ring.put(f"sandbox: this terminal ends with its server: {self.refused}\r\n"
+                              .encode())
+                self.start_unheld()
+                return
+            if (self.held and self.greeted and not (self.told or self.closing)
+                    and self.cuts < CUTS):
+                self.is_new = False
+                self.attach_client()
+                return
+        except (OSError, SandboxError) as error:
+            self.failure = str(error).encode()
+        if not self.held:
+            self.status = status
+        elif self.is_new and not (self.told or self.greeted):
+            self.ring.put(self.failure.replace(b"\n", b"\r\n"))
+            self.status = status
+        self.end()
+
+    def close_client(self) -> None:
+        sandbox.Output.close(*self.fds())
+        self.master = self.out = self.err = -1
+        self.input.clear()
 
     def end(self) -> None:
         """The program has ended, and all it has printed is in the ring."""
-        os.close(self.master)
-        self.status = sandbox.wait_for(self.pid)
         self.ended, self.end_time = True, time.monotonic()
-        self.input.clear()
+        self.calls.ended(self.status)
         self.app.terminals.write_down()
 
     def write_input(self) -> None:
@@ -2025,9 +2445,11 @@ class Terminal:
         self.viewers.append(viewer)
         if viewer.wants_to_write:
             self.writer = viewer
+            self.resize(viewer.size)
         viewer.control(type="hello", id=self.id, session=self.session.name, run=self.run,
                        seq=viewer.sent, start=self.ring.start, end=self.ring.end, resumed=resumed,
                        window=WINDOW_BYTES, rows=self.size[0], cols=self.size[1])
+        self.tell_modes(viewer)
         self.tell_roles()
         self.take(viewer, viewer.protocol.events_received())
         self.flush(viewer)
@@ -2035,6 +2457,17 @@ class Terminal:
     def tell_roles(self) -> None:
         for viewer in self.viewers:
             viewer.control(type="role", writer=viewer is self.writer, viewers=len(self.viewers))
+
+    def tell_modes(self, viewer: Viewer) -> None:
+        """Bring a viewer that begins where output is missing to the terminal's modes there."""
+        position, data = self.modes
+        if viewer.sent == position:
+            viewer.control(type="modes", data=data.decode("ascii", "replace"))
+
+    def reset(self, viewer: Viewer) -> None:
+        """Tell a viewer that output is missing, and go on with the oldest that is there."""
+        viewer.sent = viewer.acked = self.ring.start
+        viewer.control(type="reset", seq=viewer.sent)
 
     def serve_viewer(self, viewer: Viewer, happened: int) -> None:
         if happened & ~select.POLLOUT:
@@ -2052,7 +2485,12 @@ class Terminal:
                     text, viewer.text = viewer.text, None
                     self.take_message(viewer, text)
             elif kind in ("BINARY", "CONT") and viewer is self.writer and not self.ended:
-                self.input += frame.data
+                self.calls.typed = time.monotonic()
+                if not self.held:
+                    self.input += frame.data
+                    continue
+                for at in range(0, len(frame.data), CHUNK_BYTES):
+                    self.input += sandbox.frame(b"i", frame.data[at : at + CHUNK_BYTES])
         if self.input:
             self.write_input()
 
@@ -2073,16 +2511,13 @@ class Terminal:
             seq = whole_number(message["seq"], 0, viewer.sent)
             viewer.acked, viewer.progress = max(seq, viewer.acked), time.monotonic()
         elif kind == "resize":
-            rows, cols = (whole_number(message[key], 1, 1000) for key in ("rows", "cols"))
-            if viewer is self.writer and not self.ended and (rows, cols) != self.size:
-                self.resize(rows, cols)
-                with suppress(OSError):
-                    # The engine's client has no controlling terminal that would signal this.
-                    os.kill(self.pid, signal.SIGWINCH)
-                for other in self.viewers:
-                    other.control(type="size", rows=rows, cols=cols)
+            viewer.size = (whole_number(message["rows"], 1, 1000),
+                           whole_number(message["cols"], 1, 1000))
+            if viewer is self.writer:
+                self.resize(viewer.size)
         elif kind == "take":
             self.writer = viewer
+            self.resize(viewer.size)
             self.tell_roles()
         elif kind == "close":
             if viewer is self.writer:
@@ -2097,8 +2532,7 @@ class Terminal:
             if viewer.sent - viewer.acked >= WINDOW_BYTES and not stuck:
                 return
             if viewer.sent < self.ring.start:
-                viewer.sent = viewer.acked = self.ring.start
-                viewer.control(type="reset", seq=viewer.sent)
+                self.reset(viewer)
                 continue
             if viewer.sent == viewer.acked:
                 viewer.progress = time.monotonic()
@@ -2115,13 +2549,15 @@ class Terminal:
                 viewer.control(type="exit", status=self.status)
                 viewer.protocol.send_close(1000)
                 viewer.push()
+                if not self.end_seen:
+                    sandbox.forget_terminal(self.session.name, self.id)
                 self.end_seen = now
             elif viewer.open and now - max(viewer.seen, viewer.pinged) > PING_SECONDS:
                 viewer.pinged = now
                 viewer.protocol.send_ping(b"")
                 viewer.push()
             closing = not viewer.open and not viewer.pending
-            if viewer.gone or closing or now - viewer.seen > SILENCE_SECONDS:
+            if viewer.gone or closing:
                 self.part(viewer)
 
     def part(self, viewer: Viewer) -> None:
@@ -2145,10 +2581,22 @@ class Terminal:
             viewer.leave()
         self.viewers.clear()
         if not self.ended:
-            self.hang_up()
-            os.close(self.master)
-            sandbox.wait_for(self.pid)
+            if not self.held:  # the engine leaves its program running, where nobody can come back
+                self.hang_up()
+            self.close_client()
+            end_client(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
+
+
+def end_client(pid: int) -> None:
+    """Wait for an engine's client whose input has ended, and kill it where it stays."""
+    deadline = time.monotonic() + DETACH_SECONDS
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            sandbox.wait_for(pid)
+            return
+        time.sleep(0.005)
 
 
 def whole_number(value: object, low: int, high: int) -> int:
@@ -2159,9 +2607,10 @@ def whole_number(value: object, low: int, high: int) -> int:
 
 
 class Terminals:
-    """All terminals of this server.
+    """The terminals that this server has a client of.
 
-    Their tags are kept in a file, so that the next server hangs up what a killed one has left.
+    The tags of those that end with it are kept in a file, so that the next server hangs up what a
+    killed one has left.
     """
 
     def __init__(self, path: str) -> None:
@@ -2173,26 +2622,43 @@ class Terminals:
         with self.lock:
             return list(self.by_id.values())
 
-    def get(self, session: str, id: str) -> Terminal:
-        terminal = self.by_id.get(id)
-        if terminal is None or terminal.session.name != session:
-            raise WebError("not_found", f"there is no terminal {id[:20]!r} any more")
-        return terminal
+    def of(self, session: str) -> dict[str, Terminal]:
+        return {terminal.id: terminal for terminal in self.all()
+                if terminal.session.name == session}
 
-    def open(self, app: App, engine: Engine, session: Session, run: str,
-             size: tuple[int, int]) -> Terminal:
+    def running(self, session: str) -> int:
+        """How many run in a session, as far as that is known without asking it."""
+        ours = self.of(session)
+        ids = {*ours, *sandbox.recorded_terminals(session)}
+        return len(ids - {id for id, terminal in ours.items() if terminal.ended})
+
+    def come_back(self, app: App, name: str, id: str, size: tuple[int, int] | None) -> Terminal:
+        """A terminal that is there. Raises WebError where it is not."""
+        if terminal := self.of(name).get(id):
+            return terminal
+        row = next((row for row in held_terminals(name)[1] if row.id == id), None)
+        if row is None:
+            raise WebError("not_found", f"there is no terminal {id[:20]!r} any more")
+        engine, session = find_running(name)
+        return self.open(Terminal(app, engine, session, run_of(session, row.title),
+                                  size or (row.rows or 24, row.columns or 80), id, row.title,
+                                  row.started))
+
+    def open(self, terminal: Terminal) -> Terminal:
         over = [terminal for terminal in self.all() if terminal.ended]
         if len(self.by_id) - len(over) >= TERMINALS:
             raise WebError("too_many", f"there are {TERMINALS} terminals already", "close some")
         if len(self.by_id) >= TERMINALS:  # no longer wait for somebody to see the end of some
-            for terminal in over:
-                terminal.hang_up()
-        terminal = Terminal(app, engine, session, run, size)
-        terminal.start()
+            for ended in over:
+                ended.hang_up()
         with self.lock:
+            if other := self.by_id.get(terminal.id):  # another page came back to it just now
+                sandbox.Output.close(terminal.wake_read, terminal.wake_write)
+                return other
+            terminal.start()
             self.by_id[terminal.id] = terminal
         self.write_down()
-        threading.Thread(target=terminal.pump, daemon=True).start()
+        terminal.thread.start()
         return terminal
 
     def remove(self, terminal: Terminal) -> None:
@@ -2203,9 +2669,10 @@ class Terminals:
     def write_down(self) -> None:
         """Write down what would have to be cleaned up."""
         with self.lock, suppress(SandboxError):
-            rows = [{"session": t.session.name, "tag": t.tag} for t in self.by_id.values()
-                    if not t.ended]
-            sandbox.write_private(self.path, json.dumps(rows))
+            rows = [{"session": t.session.name, "tag": t.id} for t in self.by_id.values()
+                    if not t.ended and not t.held]
+            if rows or os.path.exists(self.path):
+                sandbox.write_private(self.path, json.dumps(rows))
 
     def clean_up(self) -> None:
         """Hang up what a killed server has left."""
@@ -2218,25 +2685,79 @@ class Terminals:
                 sandbox.signal_tagged(engine, session, row["tag"], "HUP", 2)
         self.write_down()
 
-    def close_all(self, session: str = "") -> None:
-        """Hang up all terminals, of one session or altogether, and wait for that."""
-        threads = [threading.Thread(target=terminal.hang_up, daemon=True) for terminal in self.all()
-                   if session in ("", terminal.session.name)]
+    def close_all(self, session: str) -> None:
+        """Hang up all terminals of a session, and wait for that."""
+        self.forget(session)
+        threads = [threading.Thread(target=terminal.hang_up, daemon=True)
+                   for terminal in self.of(session).values()]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(STOP_SECONDS)
 
+    @staticmethod
+    def forget(session: str) -> None:
+        """Forget what was recorded: its container has stopped."""
+        for id in sandbox.recorded_terminals(session):
+            sandbox.forget_terminal(session, id)
+
+    def leave(self) -> None:
+        """Detach from all of them, now that the server ends."""
+        for terminal in self.all():
+            terminal.wake()
+        for terminal in self.all():
+            terminal.thread.join(STOP_SECONDS)
+
+
+def run_of(session: Session, title: str) -> str:
+    """What `run` was asked for, by what runs; "" for another command."""
+    if session.agent and sandbox.agent_of(title) == session.agent:
+        return "agent"
+    return "shell" if title == sandbox.title_of(sandbox.SHELL) else ""
+
+
+def held_terminals(name: str) -> tuple[Session | None, list[sandbox.Held]]:
+    """A session, and its terminals that run, or whose end nobody has seen; lost records go."""
+    records = sandbox.recorded_terminals(name)
+    if not records:
+        return None, []
+    engine, session = find(name)
+    if session.state != "running":
+        return None, []
+    rows = {row.id: row for row in sandbox.list_terminals(engine, session)}
+    for id, record in records.items():
+        if id not in rows and time.time() - record["since"] > sandbox.STARTUP_SECONDS:
+            sandbox.forget_terminal(name, id)
+    return session, [row for row in rows.values() if row.runs or row.id in records]
+
 
 def get_terminals(app: App, _request: Request, params: Params) -> Answer:
-    rows = [terminal.data() for terminal in app.terminals.all()
-            if terminal.session.name == params["session"]]
-    return json_answer(sorted(rows, key=lambda row: str(row["started"])))
+    name = params["session"]
+    rows = {id: terminal.data() for id, terminal in app.terminals.of(name).items()}
+    session, held = held_terminals(name)
+    for row in held:
+        clients = max(0, row.clients or 0)
+        if row.id in rows:
+            rows[row.id]["viewers"] += max(0, clients - 1)  # one is ours
+        elif session:
+            rows[row.id] = {
+                "id": row.id, "session": name, "run": run_of(session, row.title),
+                "title": row.title, "started": iso(row.started), "rows": row.rows,
+                "cols": row.columns, "viewers": clients, "ended": not row.runs,
+                "exit": row.status, "seq": None}
+    return json_answer(sorted(rows.values(), key=lambda row: str(row["started"])))
 
 
 def delete_terminal(app: App, _request: Request, params: Params) -> Answer:
-    terminal = app.terminals.get(params["session"], params["terminal"])
-    terminal.hang_up()
+    name, id = params["session"], params["terminal"]
+    if terminal := app.terminals.of(name).get(id):
+        terminal.hang_up()
+        return json_answer({"ok": True})
+    if not any(row.id == id for row in held_terminals(name)[1]):
+        raise WebError("not_found", f"there is no terminal {id[:20]!r} any more")
+    engine, session = find_running(name)
+    sandbox.signal_tagged(engine, session, id, "HUP", 2)
+    sandbox.forget_terminal(name, id)
     return json_answer({"ok": True})
 
 
@@ -2245,23 +2766,25 @@ def get_terminal(app: App, request: Request, params: Params) -> Upgrade:
     if "upgrade" not in request.headers:
         raise WebError("bad_request", "this is the address of a WebSocket", "connect to it as one")
     size = (request.number("rows", 24, 1, 1000), request.number("cols", 80, 1, 1000))
+    given = size if "rows" in request.query and "cols" in request.query else None
     position = request.number("from", 0, 0, 1 << 60)
     protocol, response = accept_websocket(request)
     id, run = request.query.get("id", ""), request.query.get("run", "shell")
     if run not in ("shell", "agent"):
         raise WebError("bad_request", "run: it is neither shell nor agent")
     if id:
-        terminal = app.terminals.get(params["session"], id)
+        terminal = app.terminals.come_back(app, params["session"], id, given)
     else:
         engine, session = find_running(params["session"])
         if run == "agent" and not session.agent:
             raise WebError("conflict", f"the session {session.name} has no agent",
                            "open a shell instead")
-        terminal = app.terminals.open(app, engine, session, run, size)
+        terminal = app.terminals.open(Terminal(app, engine, session, run, size))
 
     def attach(sock: socket.socket, buffered: bytes, leave: Callable[[], None]) -> None:
         protocol.send_response(response)
-        viewer = Viewer(sock, protocol, leave, request.query.get("view", "") != "1", position)
+        viewer = Viewer(sock, protocol, leave, request.query.get("view", "") != "1", position,
+                        given)
         sock.setblocking(False)
         if buffered:
             protocol.receive_data(buffered)
@@ -2301,10 +2824,12 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/preview/{version}/{file*}", asset_route("preview/")),
     ("GET", "/api/profiles", get_profiles),
     ("GET", "/api/directories", get_directories),
+    ("GET", "/api/news", get_news),
     ("GET", "/api/sessions", get_sessions),
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
     ("DELETE", SESSION, delete_session),
+    ("GET", SESSION + "/users", get_users),
     ("POST", SESSION + "/start", post_start),
     ("POST", SESSION + "/stop", post_stop),
     ("POST", SESSION + "/recreate", post_recreate),
@@ -2607,7 +3132,8 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         raise SandboxError(f"cannot listen on {where}: {error.strerror}",
                            f"choose another {what}") from None
     lock.write({"pid": os.getpid(), **record})
-    threading.Thread(target=app.terminals.clean_up, daemon=True).start()
+    for begin in (app.terminals.clean_up, app.news.resume):
+        threading.Thread(target=begin, daemon=True).start()
     status = 0
 
     def stop(number: int, _frame: object) -> None:
@@ -2632,7 +3158,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
         signal.signal(number, signal.SIG_IGN)
     app.stopping = True
     app.server_close()
-    app.terminals.close_all()
+    app.terminals.leave()
     with suppress(OSError):
         lock.write({"pid": os.getpid(), "background": record["background"]})
     return status

@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Page:
 
     def __init__(self, url: str) -> None:
         self.stack = ExitStack()
+        self.target = url.rpartition("/")[2]
         self.socket = self.stack.enter_context(connect(url, max_size=None, compression=None,
                                                        ping_interval=None))
         self.number = 0
@@ -44,7 +45,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        self.call("Page.close")
+        self.call("Target.closeTarget", targetId=self.target)  # Page.close fails amid a navigation
         self.stack.close()
 
     def call(self, method: str, **params: Any) -> Any:
@@ -135,8 +136,10 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def click(self, selector: str) -> None:
-        """Press the mouse on the first element of a selector that can be seen."""
+    def click(self, selector: str, amid: Callable[[], None] = lambda: None) -> None:
+        """Press the mouse on the first element of a selector that can be seen.
+
+        amid: what happens before it is released."""
         found = json.dumps(selector)
         self.wait(
             f"[...document.querySelectorAll({found})]"
@@ -151,6 +154,8 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left",
                       clickCount=1)
+            if kind == "mousePressed":
+                amid()
 
     def press(self, name: str, text: str = "", modifiers: int = 0) -> None:
         """Press a key: a name of KEYS, or a letter."""

@@ -297,12 +297,13 @@ class Engine:
     def remove(self, ids: set[str]) -> None:
         """Remove sessions and proxies, and what the two share."""
         if ids:
-            label = '{{index .Config.Labels "sandbox.session"}}'
-            sessions = set(self.run("inspect", "--format", label, *ids).stdout.split())
+            label = '{{index .Config.Labels "sandbox.%s"}}'
+            shown = f"sandbox-net-{label % 'session'} {label % 'home'}"
+            volumes = set(self.run("inspect", "--format", shown, *ids).stdout.split())
             # Without a time podman lets a process that ignores SIGTERM live for ten seconds.
             grace = ["--time=0"] if self.runtime == "podman" else []
             self.run("rm", "-f", "-v", *grace, *ids)
-            self.run("volume", "rm", *(f"sandbox-net-{session}" for session in sessions))
+            self.run("volume", "rm", *volumes)
 
 
 def unique_name() -> str:

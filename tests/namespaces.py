@@ -44,9 +44,9 @@ class Namespaces(Engine):
     def inspect_argv(self, name: str) -> list[str]:
         return self.argv("inspect", name)
 
-    def read_inspected(self, out: str) -> tuple[str, str, str, int, dict[str, str]]:
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
         data = json.loads(out)
-        return data["id"], data["name"], data["state"], data["code"], data["labels"]
+        return data["id"], data["name"], data["state"], data["code"], 0, data["labels"]
 
     def is_name_taken(self, err: str) -> bool:
         return "there is already" in err
@@ -64,11 +64,11 @@ class Namespaces(Engine):
                     network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
                     service: bool = False) -> list[str]:
-        assert not ports and not volumes and not service, "it has no network of its own"
+        assert not ports and not service, "it has no network of its own"
         return self.argv("create", json.dumps({
             "name": name, "image": image, "command": list(command), "labels": dict(labels),
             "workdir": workdir, "env": dict(item.split("=", 1) for item in env),
-            "network": network, "binds": list(binds)}))
+            "network": network, "binds": [*binds, *map(place_of, volumes)]}))
 
     def exec_argv(self, name: str, command: Sequence[str], *, user: str = "", workdir: str = "",
                   env: Sequence[str] = (), stdin: bool = False,
@@ -89,8 +89,22 @@ class Namespaces(Engine):
     def read_image(self, out: str) -> tuple[str, list[str], dict[str, str]]:
         return out.strip(), [], {}
 
-    def try_argv(self, image: str, command: Sequence[str], network: str = "open") -> list[str]:
-        return self.argv("try", network, *command)
+    def image_of_argv(self, name: str) -> list[str]:
+        return self.argv("image", name)
+
+    def try_argv(self, image: str, command: Sequence[str], network: str = "open",
+                 volumes: Sequence[str] = ()) -> list[str]:
+        return self.argv("try", network, json.dumps([*map(place_of, volumes)]), *command)
+
+
+def place_of(volume: str) -> tuple[str, str, str]:
+    """A volume as a bind: it is a folder."""
+    name, target, *options = volume.split(":")
+    return str(volumes_of() / name), target, ",".join(options)
+
+
+def volumes_of() -> Path:
+    return Path(os.environ["NAMESPACES_HOME"] + ".volumes")
 
 
 # --- The program ---
@@ -172,7 +186,9 @@ def described(folder: Path) -> dict[str, Any]:
 
 def bind_script(root: Path, binds: Sequence[tuple[str, str, str]]) -> str:
     lines = []
-    for source, target, options in binds:
+    for source, target, options in sorted(binds, key=lambda bind: bind[1]):  # the outer ones first
+        if Path(source).parent == volumes_of():
+            Path(source).mkdir(parents=True, exist_ok=True)
         inside = root / target.lstrip("/")
         make = "mkdir -p" if os.path.isdir(source) else "touch"
         lines.append(shlex.join(["mkdir", "-p", str(inside.parent)]))
@@ -278,11 +294,19 @@ def enter(name: str, text: str, *command: str) -> None:
                            "env", "-C", where["workdir"], *command], env)
 
 
-def attempt(network: str, *command: str) -> None:
+def remove_volume(name: str) -> None:
+    used = [bind[0] for folder in containers() for bind in read(folder)["binds"]]
+    if str(volumes_of() / name) in used:
+        fail(f"the volume {name} is in use")
+    shutil.rmtree(volumes_of() / name)
+
+
+def attempt(network: str, binds: str, *command: str) -> None:
     """Run a command in a container that nobody else sees."""
     folder = Path(os.environ["NAMESPACES_HOME"]) / f"try-{secrets.token_hex(5)}"
     folder.mkdir(parents=True)
-    data = {"command": command, "network": network, "binds": [], "workdir": "/", "env": {}}
+    data = {"command": command, "network": network, "binds": json.loads(binds), "workdir": "/",
+            "env": {}}
     os.dup2(os.open(os.devnull, os.O_WRONLY), 9)
     status = unshare(folder, data, pass_fds=(9,)).wait()
     shutil.rmtree(folder)
@@ -298,6 +322,13 @@ def copy(name: str, path: str) -> None:
     source = find(name) / "root" / path.lstrip("/")
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
         archive.add(source, source.name)
+
+
+def transfer(*places: str) -> None:
+    """Copy a file or folder between the machine and a container, as ID:PATH names it."""
+    source, target = (find(place.partition(":")[0]) / "root" / place.partition(":")[2].lstrip("/")
+                      if ":" in place else Path(place) for place in places)
+    sys.exit(subprocess.run(["cp", "-R", source, target]).returncode)
 
 
 def main(call: str, *args: str) -> None:
@@ -318,7 +349,8 @@ def main(call: str, *args: str) -> None:
 
 CALLS: dict[str, Callable[..., None]] = {
     "create": create, "start": start, "stop": stop, "rename": rename, "remove": remove,
-    "exec": enter, "try": attempt, "logs": logs, "copy": copy, "volumes": print,
+    "exec": enter, "try": attempt, "logs": logs, "copy": copy, "cp": transfer,
+    "volumes": print, "remove-volume": remove_volume,
 }
 
 if __name__ == "__main__":

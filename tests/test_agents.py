@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ from conftest import IMAGE as TEST_IMAGE
 from conftest import ROOT, USER, Engine, Result, Terminal, unique_name, write_config
 from network import Guarded
 from outside import PUBLIC
-from service import Screen, Service
+from service import Screen, Service, wait_for
+from test_back import agents, typed
 from test_engines import container_names
 
 from sandbox import AGENTS
 from sandbox import SHORTCUTS as AGENT_OF
+
+__all__ = ["agents"]  # a fixture
 
 BUILD = ("build", "--iv", "1.0", "--iba", "TOOL=common")
 IMAGE = "localhost/sandbox:1.0-common"
@@ -233,7 +236,7 @@ def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(
         assert found == ["claude", "gemini", "agent-a", "agent-b"]
         lacking = engine.sandbox("run", "-n", name, "-y", "cx", "--", "--version")
         assert lacking.returncode == 127
-        assert f"sandbox rm {name}, then run this again" in lacking.stderr
+        assert f"sandbox recreate {name}, then run this again" in lacking.stderr
         checks = json.loads(engine.sandbox("doctor", "--json").stdout)
         (agents,) = [row for row in checks if row["check"] == "agents"]
         assert agents["status"] == "ok" and agents["detail"].startswith("claude 2"), agents
@@ -286,6 +289,35 @@ def test_a_prompt_is_answered_and_its_conversation_goes_on(session: Session, age
     second = session.run(*yolo, "--", *AGAIN[agent].split(), "recall")
     assert second.returncode == 0, second.stdout + second.stderr
     assert f"pong {prompt}" in second.stdout, second.stdout + second.stderr
+
+
+@on_docker
+@each_agent
+def test_a_conversation_goes_on_in_a_new_container_and_in_a_duplicate(engine: Engine, image: str,
+                                                                      agent: str) -> None:
+    session = new_session(engine, engine.user)
+    prompt = f"say it's {unique_name()}"
+    first = session.run("-y", agent, "--", *ONCE[agent].split(), prompt)
+    assert f"pong {prompt}" in first.stdout, first.stdout + first.stderr
+
+    def goes_on(session: Session, said: str) -> None:
+        assert session.run("-x", STUB_ANSWERS).returncode == 0
+        again = session.run("-y", agent, "--", *AGAIN[agent].split(), "recall")
+        assert f"pong {said}" in again.stdout, again.stdout + again.stderr
+
+    made = engine.sandbox("recreate", session.name, "--net", "open", "-p", "127.0.0.9:8080:80",
+                          "--memory", "3g", **session.where())
+    assert made.returncode == 0, made.stderr
+    goes_on(session, prompt)
+    other = replace(session, name=unique_name())
+    copied = engine.sandbox("run", "--from", session.name, "-n", other.name, "-x", "true",
+                            **session.where())
+    assert copied.returncode == 0, copied.stderr
+    assert engine.sandbox("rm", session.name, **session.where()).returncode == 0
+    renamed = replace(other, name=unique_name())
+    moved = engine.sandbox("rename", other.name, renamed.name, **session.where())
+    assert moved.returncode == 0, moved.stderr
+    goes_on(renamed, "recall")
 
 
 @each_agent
@@ -343,6 +375,33 @@ def test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session: Session, ag
         terminal.send("y\n")
         assert terminal.wait() == 0
     assert session.name in container_names(session.engine)
+
+
+@on_docker
+def test_the_printed_command_leads_back_to_an_agent_that_is_logged_in(
+    engine: Engine, image: str, agents: Path
+) -> None:
+    """With its conversation; the key came in an env file, named by a relative path."""
+    session = Session(engine, unique_name(), engine.project, engine.home, engine.user)
+    write_stub_config(engine, session.home, without="ANTHROPIC_AUTH_TOKEN")
+    (session.project / "key.env").write_text("export ANTHROPIC_AUTH_TOKEN=stub\n")
+    prompt = unique_name()
+    with session.pty("--ef", "key.env", "-y", "c") as terminal:
+        type_prompt(terminal, "c", prompt)
+        terminal.expect("pong", timeout=60)
+        terminal.quiet()
+        terminal.send("\x03")
+        terminal.expect("again")
+        terminal.send("\x03")
+        terminal.expect("Keep it? [y] ")
+        terminal.send("\n")
+        assert terminal.wait() == 0
+    command = terminal.output.rpartition("to come back: ")[2].strip()
+    assert command == f"sandbox run -n {session.name} -- -c"
+    with typed(engine, agents, command) as shell:
+        type_prompt(shell, "c", "recall")
+        shell.expect(f"pong {prompt}", timeout=60)
+        assert "Not logged in" not in shell.output
 
 
 def settle() -> None:
@@ -466,6 +525,16 @@ def test_claude_code_uses_the_key_that_it_was_given(projects: Session) -> None:
 
 
 @on_docker
+def test_claude_code_gets_what_the_image_brings_and_its_home_lacks(session: Session) -> None:
+    script = ("file=~/.claude.json; cp $file ~/before; "
+              "jq '.theme = \"light\" | del(.hasCompletedOnboarding)' ~/before >$file; "
+              "claude --version >/dev/null; jq -c '[.theme, .hasCompletedOnboarding]' $file; "
+              "echo '{' >$file; claude --version >/dev/null 2>&1; cat $file; cp ~/before $file")
+    answer = session.run("-x", script)
+    assert answer.stdout == '["light",true]\n{\n', answer.stderr
+
+
+@on_docker
 @each_agent
 def test_the_agent_button_opens_a_prompt(
     engine: Engine, image: str, service: Service, name: str, agent: str
@@ -541,6 +610,10 @@ def test_agent_mode_answers_goes_on_and_shows_tools(engine: Engine, image: str, 
     assert "by-the-agent" in json.dumps(tools[0]["input"])
     (text,) = texts(blocks)
     assert text.startswith("pong tool") and "by-the-agent" in text
+    (told,) = wait_for(lambda: [news for news in service.get("/api/news").json["news"]
+                                if news["turn"] == service.get(
+                                    f"/api/sessions/{name}/jobs").json[0]["id"]])
+    assert told["what"] == "turn" and told["text"] == text.splitlines()[-1][:300]
     (summary,) = [block for block in blocks if block["kind"] == "summary"]
     assert summary["tokens"]["in"] > 0
 

@@ -111,6 +111,24 @@ def test_it_is_listed_and_runs_commands(old: Old, project: Path) -> None:
     assert not [path for path in old.home.rglob(f"*{old.name}*") if path.suffix != ".lock"]
 
 
+def test_a_new_container_and_a_duplicate_have_what_is_in_its_home(old: Old) -> None:
+    other, traced = f"{old.name}-2", {"SANDBOX_TRACE": "1"}
+    old.run("cd; echo kept >file; mkdir .agent; ln -s ../file .agent/link; echo gone >/tmp/file")
+    copied = old.engine.sandbox("run", "--from", old.name, "-n", other, "-x", "cat ~/.agent/link",
+                                env=traced)
+    assert (copied.returncode, copied.stdout) == (0, "kept\n"), copied.stderr
+    assert old.run("cat ~/file") == "kept\n"
+    made = old.engine.sandbox("recreate", old.name, "--memory", "256m", env=traced)
+    assert made.returncode == 0, made.stderr
+    assert old.run("cat ~/.agent/link; ls /data; echo $GREETING") == "kept\nfrom the page\n"
+    assert old.sandbox_run("ls /tmp/file").returncode == 1
+    for trace in (copied.stderr, made.stderr):  # nothing is left of the way
+        image = next(line.split()[-1] for line in trace.splitlines() if " image rm " in line)
+        assert old.engine.run("image", "inspect", image).returncode != 0
+    assert json.loads(old.engine.sandbox("net", "show", old.name).stdout) == {"allow": ["api.test"]}
+    assert left_of(old.engine, old.id) == []  # it has another proxy now
+
+
 def test_its_network_rules_hold_and_change(old: Old) -> None:
     def net(*words: str) -> Any:
         answer = old.engine.sandbox("net", words[0], old.name, *words[1:])

@@ -12,7 +12,7 @@ import pytest
 from browser import DESKTOP, PHONE, Browser, Page, chromium
 from conftest import IMAGE, write_config
 from fuzz import AGENTS, STREAMS, TILES, TURNS, streams
-from service import PASSWORD, Service, free_port
+from service import PASSWORD, Service, free_port, wait_for
 
 # The pages see the service and no engine: what differs between engines is tested at the service's
 # API.
@@ -239,6 +239,21 @@ def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, na
     page.wait(
         "![...document.querySelectorAll('.sessions .name')]"
         f".some((e) => e.textContent === {json.dumps(name)})")
+
+
+def test_who_uses_a_session_is_named_before_it_is_removed(service: Service, name: str) -> None:
+    service.create(name)
+    job = service.job(name, "echo going; sleep 87654")
+    wait_for(lambda: service.get(f"/api/sessions/{name}/users").json["users"])
+    with chromium() as browser:
+        page = browser.page()
+        log_in(page, service)
+        open_screen(page, service, name, "command")
+        page.click(".acts button[aria-label^=Remove]")
+        page.see("It is in use, and this ends: sleep 87654", "dialog")
+        page.click("dialog .quiet")
+        assert service.get(f"/api/sessions/{name}/jobs/{job['id']}").json["state"] == "running"
+        page.close()
 
 
 # --- Command mode ---
@@ -604,26 +619,65 @@ def test_two_windows_and_one_keyboard(page: Page, browser: Browser, service: Ser
     page.call("Page.bringToFront")
     see_in_terminal(page, "second")
     other.close()
-    page.click(".term-note button")
-    page.wait("document.querySelector('.term-note').hidden")
     enter(page, "echo thi${x}rd")
     see_in_terminal(page, "third")
+    page.wait("document.querySelector('.term-note').hidden")
 
 
-def test_a_terminal_says_that_it_ended_with_its_server(page: Page, service: Service,
-                                                       name: str) -> None:
+def test_a_terminal_goes_on_when_its_server_is_killed(page: Page, service: Service,
+                                                      name: str) -> None:
     service.create(name)
     open_terminal(page, service, name)
-    enter(page, "echo be${x}gun")
+    enter(page, "mark=kept; echo be${x}gun")
     see_in_terminal(page, "begun")
     service.restart_after_kill()
-    page.see("This terminal has ended", ".term-note")
+    page.wait("document.querySelector('.term-note').hidden")
+    enter(page, "echo $mark.")
+    see_in_terminal(page, "kept.")
+    assert screen_text(page).count("begun") == 1
+    open_terminal(page, service, name)
+    see_in_terminal(page, "kept.")
+    enter(page, "exit 7")
+    page.see("The program has ended with status 7", ".term-note")
     page.click(".term-note button")
     page.wait("document.querySelector('.term-note').hidden")
     enter(page, "echo ag${x}ain")
     see_in_terminal(page, "again")
     page.errors[:] = [error for error in page.errors
                       if not any(word in error for word in WENT_AWAY)]
+
+
+def test_the_command_line_and_the_page_share_terminals(page: Page, service: Service,
+                                                       name: str) -> None:
+    service.create(name)
+    with service.engine.pty("run", "-n", name, rows=20, cols=70) as terminal:
+        terminal.send("echo fi''rst\n")
+        terminal.expect("first")
+        open_terminal(page, service, name)
+        see_in_terminal(page, "first")
+        assert page.eval("document.querySelectorAll('.term-tab').length") == 1
+        enter(page, "echo sec${x}ond; stty size")
+        terminal.expect("second")
+        assert "20 70" not in screen_text(page)  # the page has the size
+        terminal.send("echo thi''rd; stty size\n")
+        see_in_terminal(page, "third")
+        see_in_terminal(page, "20 70")
+        page.see("Another window types here", ".term-note")
+        enter(page, "echo fou${x}rth; exit 7")
+        terminal.expect("fourth")
+        page.see("The program has ended with status 7", ".term-note")
+        terminal.expect("Keep it?")
+        terminal.send("y\n")
+        assert terminal.wait() == 7
+    page.click(".term-note button")
+    see_in_terminal(page, "# ")
+    with service.engine.pty("attach", name) as terminal:
+        terminal.send("echo fi''fth\n")
+        terminal.expect("fifth")
+        see_in_terminal(page, "fifth")
+        enter(page, "echo si${x}xth; exit 8")
+        terminal.expect("sixth")
+        assert terminal.wait() == 8
 
 
 def permit(page: Page, service: Service, *permissions: str) -> None:
@@ -694,7 +748,7 @@ def test_what_a_program_rings_names_and_asks_without_end_is_taken_together(
         }).observe(toasts, { childList: true });
         const tabs = document.querySelector(".term-tabs");
         new MutationObserver((records) => (counts.tabs += records.length))
-            .observe(tabs, { childList: true });
+            .observe(tabs, { childList: true, subtree: true });
         const { send } = WebSocket.prototype;
         WebSocket.prototype.send = function (data) {
             counts.sent += typeof data !== "string";
@@ -725,9 +779,7 @@ def test_what_a_program_rings_names_and_asks_without_end_is_taken_together(
         page.wait("document.querySelector('#toasts').textContent")
         if what == "notes":
             page.see(f"{name}: title 100", "#toasts")  # the last one
-        first = "document.querySelector('.term-tab').ariaSelected === 'true'"
-        while not page.eval(first):  # a title that comes amid a click replaces what was clicked
-            page.click(".term-tab")
+        page.click(".term-tab")  # which is drawn all the time
         see_in_terminal(page, f"end of {what}")
     assert not page.eval("counts.notifications")
     service.ended(service.job(name, "rm /tmp/bells"))
@@ -850,9 +902,40 @@ def test_what_was_typed_is_still_there_after_a_look_elsewhere(page: Page, servic
     page.press("Enter")
     page.see("done", ".job-foot")
     page.click(".tabs a[href$=command]")
+    page.wait("document.querySelector('[aria-label=Command]')")
     page.click(".tabs a[href$=agent]")
     page.see("a long thought", ".raw")
     assert page.eval("document.querySelector('[aria-label=Prompt]').value") == ""
+
+
+def test_a_click_is_not_lost_when_something_changes_amid_it(page: Page, service: Service,
+                                                            name: str) -> None:
+    service.create(name)
+    open_terminal(page, service, name)
+    enter(page, "until [ -e /tmp/go ]; do sleep 0.1; done; printf '\\033]0;a title\\007'")
+    page.click(".term-tools button")
+    page.see("Shell 2", ".term-tabs")
+
+    def title() -> None:
+        service.job(name, "touch /tmp/go")
+        page.see("a title", ".term-tabs")
+
+    page.click(".term-tab", amid=title)
+    page.wait("document.querySelector('.term-tab').ariaSelected === 'true'")
+
+    def look_elsewhere() -> None:
+        page.eval(f"void (location.hash = '#/s/{name}/command')")
+        page.wait("document.querySelector('[aria-label=Command]')")
+
+    page.click(".tabs a[href$=settings]", amid=look_elsewhere)
+    page.wait("document.querySelector('.settings')")
+
+    def stop() -> None:
+        assert service.post(f"/api/sessions/{name}/stop").status == 200
+        page.wait("document.querySelector('.acts [aria-label^=Start]')?.checkVisibility()")
+
+    page.click(".acts [aria-label^=Remove]", amid=stop)
+    page.see(f"Remove {name}?", "dialog")
 
 
 def test_a_network_is_chosen_and_the_container_created_again(page: Page, service: Service,
@@ -1058,7 +1141,9 @@ def test_many_decisions_stay_few_rows_and_nothing_moves_under_the_pointer(outsid
     page.see("late.example:80", ".decision:last-child")
     assert page.eval("document.activeElement.ariaLabel") == "Allow h249.example:80"
     page.click("#side .brand")
+    page.see("Choose a session", "main")
     page.click(f".sessions [href*='{name}']")
+    page.wait("document.querySelector('.screen[data-screen=agent]')")
     page.click(".tabs [href$=network]")
     page.see("late.example:80", ".decision:first-child")
     page.see("h249.example:80", ".decisions")

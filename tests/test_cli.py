@@ -65,7 +65,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "-x"], "-x needs a command"),
         (["run", "-x", "--", "ls"], "-x needs a command"),
         (["run", "-xbash"], "-x"),
-        (["ps", "x"], "x"),
+        (["ps", "one", "two"], "two"),
         (["rm"], "NAME"),
         (["config"], "show"),
         (["config", "shwo"], "shwo"),
@@ -79,6 +79,24 @@ def test_a_wrong_command_line_is_a_usage_error(argv: list[str], words: str,
     assert main(*argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and words in err and NO_ENGINE not in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["claude"], "to start Claude Code: sandbox run -y claude"),
+        (["c"], "to start Claude Code: sandbox run -y c"),
+        (["run", "claude"], "to run that: sandbox run -y claude"),
+        (["-n", "shop", "gemini", "--debug"], "to run that: sandbox run -y gemini --debug"),
+        (["run", "npm", "test", "a b"], "to run that: sandbox run -x npm test 'a b'"),
+    ],
+)
+def test_an_agent_or_a_command_without_its_option_is_answered_with_it(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(*argv) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[1:]) == ("", [f"  {hint}"])
 
 
 @pytest.mark.parametrize("command",
@@ -241,7 +259,7 @@ def test_a_completion_script_is_valid(shell: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (["c"], ["config", "completion"]),
+        (["co"], ["config", "completion"]),
         (["run", "-y", "cl"], ["claude"]),
         (["run", "-r", ""], ["work"]),
         (["-n", "x", "--rm"], ["--rm-on-exit"]),

@@ -264,6 +264,15 @@ def test_secrets_are_masked_unless_revealed(tool: Tool, tmp_path: Path) -> None:
     assert all(f"hush{n}" in out for n in range(1, 6))
 
 
+def test_an_env_file_of_the_command_line_may_be_relative(tool: Tool) -> None:
+    (tool.project / "a.env").write_text("A=1\n")
+    (tool.person / "b.env").write_text("B=2\n")
+    found = tool.show("--ef", "a.env", "--ef", "~/b.env", "--ef", "../project/a.env")
+    paths = [str(tool.project / "a.env"), str(tool.person / "b.env")]
+    assert [item["value"] for item in found["envFile"]] == [*paths, paths[0]]
+    assert found["env"]["A"] == {"value": "1", "source": f"{paths[0]}:1"}
+
+
 # --- Wrong files ---
 
 
@@ -352,7 +361,7 @@ def test_a_file_that_cannot_be_read_is_named(tool: Tool) -> None:
         ("-e", "1A=b"),
         ("-e", "=b"),
         ("-e", "NOT_SET_ANYWHERE"),
-        ("--ef", "a.env"),
+        ("--ef", ""),
         ("-y", "nobody"),
         ("-n", "ä"),
         ("-n", ""),
@@ -426,6 +435,8 @@ GOOD: list[tuple[str, Any, Any]] = [
      {"allow": ["example.org", "*.example.org:443"]}),
     ("agentPromptCommand", "claude -p {prompt}", "claude -p {prompt}"),
     ("autostart", "", ""),
+    ("notify", "tell 'me now' $HOME;", ["tell", "me now", "$HOME;"]),
+    ("notify", ["/a/../tell", ""], ["/tell", ""]),
     *(("yolo", word, name) for name, words in {
         "claude": ("c", "cc", "agent-a", "claude"),
         "gemini": ("gm", "g", "agent-b", "gemini"),
@@ -464,6 +475,7 @@ BAD: dict[str, list[Any]] = {
                 {"allow": ["a" * 64 + ".example.org"]}],
     "yolo": ["", "C", "agent-e", [], {}],
     "serverUser": ["", 7],
+    "notify": ["", " ", "it's", "''", "./tell", "bin/tell me", [], [""], ["a", 7], {}],
 }
 
 

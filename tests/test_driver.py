@@ -133,6 +133,26 @@ def test_a_session_without_a_network(engine: Namespaced, project: Path, home: Pa
     assert ran.stdout == "1\n" and sessions(engine)[0]["network"] == "none"  # its loopback
 
 
+def test_what_runs_on_a_terminal_is_left_and_come_back_to(
+    engine: Namespaced, project: Path, home: Path, name: str
+) -> None:
+    with engine.pty("run", "-n", name, "-x", "echo ready; cat; exit 5") as terminal:
+        terminal.expect("ready")
+        terminal.send("\x1cd")
+        assert terminal.wait() == 0
+    (row,) = [row for row in sessions(engine) if row["name"] == name]
+    assert row["running"]
+    with engine.pty("attach", name) as terminal:
+        terminal.expect("ready")
+        terminal.send("\x04")
+        assert terminal.wait() == 5
+    assert engine.sandbox("logs", name).stdout.startswith("ready\n")
+    assert engine.sandbox("cp", f"{name}:/run/sandbox-began", "began").returncode == 0
+    assert (project / "began").read_text().startswith("sandbox\n")
+    assert answered(engine.sandbox("stop", name)) == (0, f"{name}\n", "")
+    assert answered(engine.sandbox("start", name)) == (0, f"{name}\n", "")
+
+
 def test_what_a_container_is_not_created_from_is_said(engine: Namespaced, project: Path, home: Path,
                                                       name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")

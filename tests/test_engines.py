@@ -520,7 +520,7 @@ def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: 
     assert other.stdout == "ran\n"
     for part in (f"volumes: it lacks {data}:/data",
                  "asked for is localhost/sandbox-test:2.0-common",
-                 "memory: it has 512m, asked for is 1g", f"sandbox rm {name}"):  # fmt: skip
+                 "memory: it has 512m, asked for is 1g", f"sandbox recreate {name} --memory 1g"):
         assert part in other.stderr
     assert "ports" not in other.stderr
 
@@ -650,8 +650,11 @@ def test_a_command_that_began_does_not_run_again_when_its_container_ends(
     run = ("run", "-n", name, "-x")
     folder, real = engine.directory(), shutil.which(engine.runtime)
     client = folder / engine.runtime
+    label = '{{index .Config.Labels "sandbox.home"}}'
     client.write_text(
-        f'#!/bin/sh\n{real} "$@"\ns=$?\n[ "$1" != exec ] || {real} {end} {name} >&2\nexit $s\n')
+        f'#!/bin/sh\n{real} "$@"\ns=$?\n[ "$1" = exec ] || exit $s\n'
+        f"home=$({real} inspect --format '{label}' {name})\n"
+        f'{real} {end} {name} >&2\n{real} volume rm $home >/dev/null 2>&1\nexit $s\n')
     client.chmod(0o755)
     where: dict[str, Any] = {"env": {"PATH": f"{folder}:{engine.environ()['PATH']}"}}
     for status in ENGINE_STATUS:
@@ -677,7 +680,7 @@ def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine,
                                                                  name: str) -> None:
     run = ("run", "-n", name, "-x", "echo ran")
     assert engine.sandbox(*run).stdout == "ran\n"
-    engine.run("rm", "-f", name)
+    engine.remove({name})
     answer = engine.sandbox(*run)
     assert (answer.returncode in ENGINE_STATUS, answer.stdout) == (True, "")
     assert "is gone, and whether" in answer.stderr
@@ -715,7 +718,7 @@ def test_a_container_that_ends_at_once_says_why(engine: Engine, project: Path, n
                                 "echo ran")
         assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
         assert "ended as soon as it was started" in answer.stderr
-        assert f"sandbox rm {name}" in answer.stderr
+        assert f"sandbox recreate {name}" in answer.stderr
     assert engine.sandbox("rm", name).returncode == 0 and name not in container_names(engine)
 
 

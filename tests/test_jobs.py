@@ -344,7 +344,8 @@ def test_the_supervisor_is_detached_and_holds_little(service: Service, name: str
     assert int(fields[1]) != service.pid and int(fields[3]) != os.getsid(service.pid)
     held = [os.readlink(path).removeprefix(folder) for path in process.joinpath("fd").iterdir()]
     assert sorted(re.sub(r"\d+", "N", path) for path in held) == [
-        "/dev/null", "/dev/null", "/dev/null", "/lock", "/output", "/runs", "pipe:[N]", "pipe:[N]"]
+        "/dev/null", "/dev/null", "/dev/null", "/lock", "/output", "/runs", "/status", "pipe:[N]",
+        "pipe:[N]"]
     (client,) = process.joinpath("task", process.name, "children").read_text().split()
     held = [os.readlink(path) for path in Path(f"/proc/{client}/fd").iterdir()]
     assert os.readlink(f"/proc/{client}/fd/0") == "/dev/null"

@@ -173,6 +173,9 @@ def test_a_refusal_names_the_host_and_the_remedy(guarded: Guarded) -> None:
         assert answer.startswith("HTTP/1.1 403 Forbidden")
         assert f"{host.partition(':')[0]} port" in answer
         assert answer.endswith(f"To allow it: sandbox net allow {guarded.name} {named}\n")
+        said = guarded.run(script % host).stderr.splitlines()
+        assert len(said) == 1 and said[0].endswith(
+            f"; to allow it: sandbox net allow {guarded.name} {named}")
 
 
 # --- Rules ---
@@ -221,6 +224,7 @@ def test_check_and_log_are_lines_of_json(guarded: Guarded) -> None:
         assert [row["host"] for row in rows] == [h.split(":")[0] for h in hosts]
         expected = ["deny" if "other" in h or ":" in h else "allow" for h in hosts]
         assert [row["verdict"] for row in rows] == expected
+        assert all(row["check"] for row in rows)  # so that nobody takes it for traffic
     with guarded.engine.popen("net", "log", guarded.name, "-f", **guarded.where) as log:
         assert log.stdout
         guarded.answers("api.test", "followed.test:99")
@@ -236,7 +240,11 @@ def test_check_and_log_are_lines_of_json(guarded: Guarded) -> None:
     rows = [json.loads(line) for line in answer.stdout.splitlines()]
     assert {"host": "api.test", "port": 80, "verdict": "allow",
             "rule": "api.test"}.items() <= rows[-2].items()
-    assert answer.stderr == ""
+    assert answer.stderr == "" and not any("check" in row for row in rows)
+    before = len(rows)
+    assert guarded.net("check", "checked.test").returncode == 1
+    rows = [json.loads(line) for line in guarded.net("log").stdout.splitlines()]
+    assert len(rows) == before and "checked.test" not in {row["host"] for row in rows}
 
 
 NOISE = """
@@ -701,7 +709,7 @@ def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, p
                                                                name: str) -> None:
     run = ["run", "-n", name, "-x", "echo ran"]
     assert engine.sandbox(*run, "--net", "none").stdout == "ran\n"
-    engine.run("rm", "-f", name)
+    engine.remove({name})
     answer = engine.sandbox(*run)
     assert (answer.returncode, answer.stdout) == (125, "")
     assert "is gone, and its network was none" in answer.stderr
@@ -711,11 +719,18 @@ def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, p
 
 @docker_only
 def test_none_takes_every_rule_away(engine: Engine) -> None:
+    """For good, as rules are changed; what a session cannot have, as --net open, changes none."""
     with Guarded(engine, LOCAL, outside=False) as session:
-        assert session.run("true", "--net", "none").returncode == 0
-        assert session.answers(LOCAL) == ["502"]  # which is a run without the flag
-        ask = f"printf 'GET http://{LOCAL}/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128 | head -n 1"
-        assert session.run(ask, "--net", "none").stdout.startswith("HTTP/1.1 403 ")
+        assert session.answers(LOCAL) == ["502"]
+        ran = session.run("true", "--net", "none")
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert session.answers(LOCAL) == ["403"] and session.rules() == {"allow": []}
+        engine.run("stop", "-t", "0", session.name, session.proxy)
+        assert session.answers(LOCAL) == ["403"]
+        assert session.run("true", "--net", "open").returncode == 0
+        assert session.rules() == {"allow": []} and session.answers(LOCAL) == ["403"]
+        assert session.net("allow", LOCAL).returncode == 0
+        assert session.answers(LOCAL) == ["502"]
 
 
 @docker_only

@@ -108,13 +108,17 @@ def test_a_shell_completes_with_its_line(tmp_path: Path, shell: str) -> None:
     ours.parent.mkdir()
     ours.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/sandbox.py "$@"\n')
     ours.chmod(0o755)
-    out = tmp_path / "out"
+    (tmp_path / "file.env").write_text("COMPLETED=1\n")
+    (tmp_path / "compost").touch()  # a file is no command
+    out, files = tmp_path / "out", tmp_path / "files"
     env = {"HOME": str(tmp_path), "SANDBOX_HOME": str(tmp_path), "TERM": "xterm", "LANG": "C.UTF-8",
            "PATH": f"{ours.parent}:{os.defpath}:/usr/local/bin:/opt/homebrew/bin"}
     with Terminal([shell, "-i"], 24, 80, user=os.getuid(), env=env, cwd=tmp_path) as terminal:
         terminal.expect("READY")
-        terminal.send("sandbox compl\tzs\t>out\r")
+        terminal.send("sandbox comp\tzs\t>out\r")
         wait_for(lambda: out.exists() and "#compdef sandbox" in out.read_text())
+        terminal.send("sandbox conf\tsh\t--ef fi\t>files\r")
+        wait_for(lambda: files.exists() and "COMPLETED" in files.read_text())
 
 
 # --- Pictures ---

@@ -264,7 +264,7 @@ def test_the_words_of_engines_are_their_drivers(module: str) -> None:
     words = {text.value for text in inside if re.fullmatch("--[a-z-]+", str(text.value))}
     words -= {flag for flags, _ in OPTIONS.values() for flag in flags.split()}
     words -= {flag for key in sandbox.KEYS.values() for flag in key.flags}
-    words |= {"exec", "inspect", "cp"}
+    words |= {"exec", "inspect"}
     assert where(module, [s for s in outside_drivers(module) if s.value in words]) == []
     started = [node for node in ast.walk(parsed(module)) if isinstance(node, ast.List)
                and node.elts and ast.unparse(node.elts[0]) == "engine.name"]
@@ -418,9 +418,8 @@ def test_a_key_is_one_row_for_a_container(engine: Engine, project: Path, name: s
 
 
 # Where several keys are named and no more could be said by the table: fields of an answer of the
-# API, and the place of a session, which are two of them together. Agents have a `yolo` and an `env`
-# of their own.
-OF_ANOTHER_TABLE = {"session_data", "post_recreate"}
+# API, and columns of ps. Agents have a `yolo` and an `env` of their own.
+OF_ANOTHER_TABLE = {"session_data", "session_row", "print_table"}
 
 
 def named_together(tree: ast.AST, function: str = "") -> Iterator[tuple[str, list[str]]]:

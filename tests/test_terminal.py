@@ -138,15 +138,17 @@ def test_ctrl_c_interrupts_the_program_and_not_the_session(engine: Engine, proje
         assert leave(terminal, "y") == 42
 
 
-def test_a_closed_terminal_leaves_no_process_inside(engine: Engine, project: Path,
-                                                    name: str) -> None:
+def test_with_rm_on_exit_a_closed_terminal_leaves_nothing(engine: Engine, project: Path,
+                                                         name: str) -> None:
     mark = "987654"
-    with engine.pty("run", "-n", name, "-x", f"echo ready; sleep {mark}") as terminal:
+    engine.sandbox("run", "-n", name, "-x", "true")
+    with engine.pty("run", "-n", name, "--rm-on-exit", "-x",
+                    f"echo ready; sleep {mark}") as terminal:
         terminal.expect("ready")
         wait_for(lambda: sleeping(engine, name, mark) == 1)
         os.dup2(os.open(os.devnull, os.O_RDWR), terminal.master)
         terminal.process.wait(30)
-    wait_for(lambda: sleeping(engine, name, mark) == 0)
+    assert name not in container_names(engine)
 
 
 def test_the_terminal_is_as_it_was(engine: Engine, project: Path, name: str) -> None:

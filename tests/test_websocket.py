@@ -3,16 +3,24 @@ left inside."""
 
 import hashlib
 import http.client
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from service import PASSWORD, Screen, Service, wait_for
 from test_engines import sleeping
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+
+def frame(kind: bytes, data: bytes) -> bytes:
+    """As a holder sends it; see static/session/hold.py."""
+    return kind + len(data).to_bytes(4, "big") + data
+
 
 docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 
@@ -225,26 +233,239 @@ def test_a_wrong_control_message_ends_the_connection_and_not_the_terminal(
         screen.expect("alive")
 
 
+def children(service: Service) -> set[int]:
+    found = set[int]()
+    for task in Path(f"/proc/{service.pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+def listed(service: Service, name: str) -> list[dict[str, object]]:
+    rows = service.get(f"/api/sessions/{name}/terminals").json
+    assert isinstance(rows, list)
+    return rows
+
+
+def count(service: Service, name: str) -> int:
+    rows = service.get("/api/sessions").json
+    return sum(int(row["terminals"]) for row in rows if row["name"] == name)
+
+
+def test_a_killed_server_loses_no_terminal(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name, "rows=41&cols=133") as screen:
+        run(screen, "mark=kept; sleep 76543 & echo fir''st")
+        screen.expect("first")
+        screen.quiet()
+        id, seq, whole = screen.hello["id"], screen.seq, bytes(screen.output)
+        service.restart_after_kill()
+    assert [(row["id"], row["ended"]) for row in listed(service, name)] == [(id, False)]
+    with service.terminal(name, f"id={id}&from={seq}") as screen:
+        assert screen.hello["resumed"] and screen.hello["seq"] == seq
+        assert (screen.hello["rows"], screen.hello["cols"]) == (41, 133)
+        run(screen, "echo $mark.")
+        screen.expect("kept.")
+    with service.terminal(name, f"id={id}&from=0") as screen:
+        screen.expect("kept.")
+        assert screen.output.startswith(whole)
+    assert sleeping(service.engine, name, "76543") == 1
+    assert service.request("DELETE", f"/api/sessions/{name}/terminals/{id}").status == 200
+    assert sleeping(service.engine, name, "76543") == 0
+
+
 @docker_only
-def test_a_terminal_of_a_killed_server_is_cleaned_up_by_the_next(service: Service,
-                                                                 name: str) -> None:
+def test_the_last_mebibyte_outlives_the_server(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
-        run(screen, "sleep 76543")
-        wait_for(lambda: sleeping(service.engine, name, "76543") == 1)
+        run(screen, "printf '\\033[?2004h'; seq 1 400000; echo do''ne")
+        screen.expect("done\r\n")
+        screen.quiet()
+        end, last = screen.seq, bytes(screen.output[-1_000_000:])
         service.restart_after_kill()
-    wait_for(lambda: sleeping(service.engine, name, "76543") == 0)
+    with service.terminal(name, f"id={screen.hello['id']}&from=0") as screen:
+        assert screen.hello["end"] - screen.hello["start"] == 1 << 20
+        assert screen.hello["end"] == end and not screen.hello["resumed"]
+        assert "[?2004h" in screen.message("modes")["data"]
+        while screen.seq < end:
+            screen.receive()
+        assert screen.output.endswith(last)
 
 
 @docker_only
-def test_an_orderly_end_of_the_server_leaves_nothing(service: Service, name: str) -> None:
+def test_an_orderly_end_of_the_server_detaches(service: Service, name: str) -> None:
     service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "sleep 65432")
+        wait_for(lambda: sleeping(service.engine, name, "65432") == 1)
+        clients = children(service)
+        assert clients
+        service.process.terminate()
+        assert service.process.wait(30) == 0
+        service.process.end()
+    assert not [pid for pid in clients if Path(f"/proc/{pid}").exists()]
+    service.start()
+    with service.terminal(name, f"id={screen.hello['id']}&from={screen.seq}") as screen:
+        screen.type("\x03")
+        run(screen, "echo al''ive")
+        screen.expect("alive")
+
+
+@docker_only
+def test_an_end_that_nobody_saw(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "echo be''gun; until [ -e /tmp/go ]; do sleep 0.1; done; echo la''st; exit 7")
+        screen.expect("begun")
+        id = screen.hello["id"]
+        service.process.kill()
+    service.process.wait()
+    service.process.end()
+    service.engine.run("exec", name, "touch", "/tmp/go")
+    service.start()
+    wait_for(lambda: [row["exit"] for row in listed(service, name)] == [7])
+    assert count(service, name) == 1  # which nobody knows yet
+    with service.terminal(name, f"id={id}&from=0") as screen:
+        screen.expect("last")
+        assert screen.message("exit")["status"] == 7
+    wait_for(lambda: listed(service, name) == [])
+    assert count(service, name) == 0
+    with pytest.raises(InvalidStatus) as refused, service.terminal(name, f"id={id}"):
+        pass
+    assert refused.value.response.status_code == 404
+
+
+def test_a_killed_client_of_the_engine_is_replaced(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "mark=kept; echo be''gun")
+        screen.expect("begun")
+        for turn in range(3):
+            (client,) = children(service)
+            os.kill(client, signal.SIGKILL)
+            wait_for(lambda: children(service) not in ({client}, set()))  # noqa: B023
+            run(screen, f"echo $mark-{turn}.")
+            screen.expect(f"kept-{turn}.")
+        run(screen, "exit 7")
+        assert screen.message("exit")["status"] == 7
+
+
+@docker_only
+def test_two_servers_and_the_size_of_who_typed_last(service: Service, name: str) -> None:
+    service.create(name)
+    with ExitStack() as stack:
+        first = stack.enter_context(service.terminal(name, "rows=40&cols=100"))
+        run(first, "sleep 1; echo fi''rst")
+        first.expect("first")
+        other = Service(service.engine)
+        look = f"id={first.hello['id']}&from=0&rows=30&cols=90"
+        second = stack.enter_context(other.terminal(name, look))
+        assert first.message("size") == {"type": "size", "rows": 30, "cols": 90}
+        assert [row["viewers"] for row in listed(service, name)] == [2]
+        first.send(type="resize", rows=41, cols=101)  # a wish, until something is typed
+        run(first, "stty size")
+        first.expect("41 101")
+        assert second.message("size") == {"type": "size", "rows": 41, "cols": 101}
+        run(second, "stty size")
+        first.expect("30 90")
+        assert first.message("size") == {"type": "size", "rows": 41, "cols": 101}
+        assert first.message("size") == {"type": "size", "rows": 30, "cols": 90}
+
+
+@docker_only
+def test_a_thousand_viewers_come_and_go(service: Service, name: str) -> None:
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "sleep 1; echo rea''dy")
+        screen.expect("ready")
+        clients, counts = children(service), service.resources()
+        for number in range(1000):
+            with service.terminal(name, f"id={screen.hello['id']}&from={number}"):
+                pass
+            if number % 100 == 99:  # or its log fills the pipe that nobody reads
+                assert service.process.stderr
+                os.read(service.process.stderr.fileno(), 65536)
+        wait_for(lambda: [row["viewers"] for row in listed(service, name)] == [1])
+        wait_for(lambda: service.resources() <= counts)
+        assert children(service) == clients
+        screen.send(type="take")
+        run(screen, "echo al''ive")
+        screen.expect("alive")
+
+
+@docker_only
+def test_a_session_that_cannot_hold_terminals(service: Service, name: str) -> None:
+    """As one that was made by an earlier version: said once, and ended with its server."""
+    service.create(name)
+    service.engine.run("exec", name, "sh", "-c", "rm $(command -v python3)")
+    with service.terminal(name) as screen:
+        screen.expect("this terminal ends with its server")
+        run(screen, "stty size")
+        screen.expect("24 80")
+        screen.send(type="resize", rows=30, cols=101)
+        assert screen.message("size") == {"type": "size", "rows": 30, "cols": 101}
+        with service.terminal(name) as second:
+            run(second, "sleep 76543")
+            wait_for(lambda: sleeping(service.engine, name, "76543") == 1)
+            assert b"sandbox" not in second.output
+            service.restart_after_kill()
+    wait_for(lambda: sleeping(service.engine, name, "76543") == 0)
     with service.terminal(name) as screen:
         run(screen, "sleep 65432")
         wait_for(lambda: sleeping(service.engine, name, "65432") == 1)
         service.process.terminate()
         assert service.process.wait(30) == 0
     assert sleeping(service.engine, name, "65432") == 0
+
+
+def lie(service: Service, name: str, said: bytes, then: str) -> None:
+    """Have a program that prints these bytes in the place of each holder's client to come."""
+    project = service.engine.project
+    (project / "said").write_bytes(said)
+    (project / "python3").write_text(f"#!/bin/sh\ncat {project}/said; {then}\n")
+    (project / "python3").chmod(0o755)
+    put = f'ln -sf {project}/python3 "$(command -v python3)"'
+    assert service.engine.run("exec", name, "sh", "-c", put).returncode == 0
+
+
+GREETING = frame(b"h", b"0 24 80 0")
+LIES = {
+    "an unknown frame": frame(b"x", b"x"),
+    "a frame of 4 GB": GREETING + b"o\xff\xff\xff\xff",
+    "half a frame": GREETING + frame(b"o", b"abc")[:-1],
+    "no numbers": frame(b"h", b"a b"),
+    "too few numbers": frame(b"h", b"1"),
+    "a position beyond all": frame(b"h", b"9223372036854775806 1 1 0"),
+    "a size beyond all": GREETING + frame(b"s", b"9999 9") + frame(b"s", b"0 0"),
+    "a status beyond all": GREETING + frame(b"e", b"9" * 5000),
+    "nothing at all": b"",
+}
+
+
+@docker_only
+@pytest.mark.parametrize("what", LIES)
+def test_a_holder_that_lies_harms_its_terminal_alone(service: Service, name: str,
+                                                     what: str) -> None:
+    service.create(name)
+    with service.terminal(name) as other:
+        run(other, "echo rea''dy")
+        other.expect("ready")
+        lie(service, name, LIES[what], "exit 3")
+        with service.terminal(name) as screen:
+            assert screen.message("exit")["status"] in (3, None, 125, 143)
+        run(other, "echo al''ive")
+        other.expect("alive")
+
+
+@docker_only
+def test_a_holder_that_goes_back_starts_its_viewers_anew(service: Service, name: str) -> None:
+    service.create(name)
+    lie(service, name, frame(b"h", b"10 24 80 0") + frame(b"o", b"abc"),
+        "sleep 1; printf 'h\\0\\0\\0\\0111 24 80 0o\\0\\0\\0\\003xyz'; sleep 1000")
+    with service.terminal(name) as screen:
+        screen.expect("abc")
+        screen.expect("xyz")
+        assert screen.message("reset")["seq"] in (1, 10)
 
 
 def until_closed(screen: Screen) -> None:

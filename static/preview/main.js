@@ -3,8 +3,8 @@
 
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
 const [{ api, link }, { $, drawn, h, say, toast }, { ago, lasted, tailOf },
-  { agentName, refresh, startPolling, store }, { AgentStream }, { plain }] =
-  await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js"]
+  { agentName, refresh, startPolling, store }, { AgentStream }, { plain }, { setTitle, startNews }] =
+  await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js", "news.js"]
     .map((name) => import(ui + name)));
 
 const TAIL_BYTES = 16384; // an event of a few letters may take 300
@@ -263,7 +263,7 @@ function drawCounts(states) {
     button.classList.toggle("none", !number);
   }
   const needy = states.filter((state) => NEEDY.includes(state)).length;
-  document.title = `${needy ? `(${needy}) ` : ""}Mission control — sandbox`;
+  setTitle("Mission control — sandbox", needy);
   $("#next").disabled = !needy;
 }
 
@@ -304,3 +304,4 @@ link.addEventListener("change", drawBanner);
 store.addEventListener("change", drawBanner);
 store.addEventListener("change", draw);
 startPolling(TAIL_BYTES);
+startNews();

@@ -1,10 +1,20 @@
-# Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command.
+# Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. With
+# `hold` for the rows that is a python3 which holds the terminal itself: see hold.py, whose frame `n`
+# says why that cannot be.
 n=0
 until [ -e /run/sandbox-ready ]; do
   n=$((n+1))
   [ $n -le 400 ] || { echo 'sandbox: the container did not become ready' >&2; exit 125; }
   sleep 0.05
 done
+if [ "$1" = hold ]; then
+  n=
+  [ -w /run/sandbox ] || n='it was made by an earlier version'
+  command -v python3 >/dev/null || n='it has no python3'
+  [ -z "$n" ] || { printf "n\\0\\0\\0\\$(printf %03o ${#n})%s" "$n"; exit 125; }
+  shift 3
+  set -- 0 0 "$(command -v python3)" "$@"  # that of the image, whatever PATH will be
+fi
 [ "$1" = 0 ] || stty rows "$1" cols "$2" 2>/dev/null
 shift 2
 # The first command after a start of the container starts the autostart script: a client that is
@@ -36,4 +46,5 @@ fi
 # Note that the command begins: see has_begun(). On a full disk the notes are emptied: then nobody
 # can claim that a command has not begun.
 { echo "$SANDBOX_EXEC" >>/run/sandbox-began || true >/run/sandbox-began; } 2>/dev/null
+[ -z "$SANDBOX_HOLD" ] || unset SANDBOX_EXEC  # it marks what is held, and not the holder
 exec "$@"

@@ -105,11 +105,11 @@ def main(folder: str, limit_bytes: str, *argv: str) -> None:
     os.setsid()
     os.dup2(1, 0)  # this program was read from 0; it is started with /dev/null on 1
     recorder = Recorder(folder, int(limit_bytes))
+    status = os.open(f"{folder}/status", os.O_WRONLY)  # now: the session may be renamed
     try:
         exit, error = record(list(argv), recorder), recorder.error
     except OSError as failure:
         exit, error = 125, f"{argv[0]}: {failure.strerror}"
-    status = os.open(f"{folder}/status", os.O_WRONLY)
     write_all(status, status_json(exit, error).encode())
 
 

@@ -1,7 +1,7 @@
 // AGENT mode: prompts, and what the agent does about them.
 
 import { api, follow } from "./api.js";
-import { drawn, h, problem, say, stickyScroll } from "./dom.js";
+import { drawn, h, problem, redraw, say, stickyScroll } from "./dom.js";
 import { AgentStream } from "./events.js";
 import { canBePrompted, duration } from "./format.js";
 import { icon } from "./icons.js";
@@ -270,7 +270,7 @@ export function mount(root, context) {
     const running = session.state === "running";
     const ready = canBePrompted(session);
     const working = turns.some((turn) => turn.job.state === "running");
-    notice.replaceChildren(...(!ready ? [setupNotice(context)] : running ? [] : [stoppedNotice(context)]));
+    redraw(notice, !ready ? setupNotice(context) : !running && stoppedNotice(context));
     box.enable(running && ready && !working, working ? "The agent is working; stop it, or wait for its answer" : undefined);
     box.area.placeholder = ready ? `Ask ${who}` : "There is no agent prompt command yet";
   }

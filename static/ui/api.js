@@ -1,6 +1,6 @@
 // The web service, as the README describes it under "Web service API".
 
-import { decision, detail, job, profiles, row, shown } from "./typed.js";
+import { decision, detail, job, news, profiles, row, shown, users } from "./typed.js";
 
 export class ApiError extends Error {
   constructor(status, { code = "failed", message = `the server answered with status ${status}`, hint = "" } = {}) {
@@ -56,11 +56,13 @@ async function call(method, address, body) {
 }
 
 export const api = {
+  news: async (after) => news(await call("GET", `${path("news")}?after=${after}`)),
   sessions: async (tail) =>
     (await call("GET", path("sessions") + (tail ? `?tail=${tail}` : ""))).map(row),
   create: (what) => call("POST", path("sessions"), what),
   session: async (name) => detail(await call("GET", path("sessions", name))),
   remove: (name) => call("DELETE", path("sessions", name)),
+  users: async (name) => users(await call("GET", path("sessions", name, "users"))).users,
   act: (name, action) => call("POST", path("sessions", name, action)),
   settings: (name) => call("GET", path("sessions", name, "settings")),
   saveSettings: (name, changes) => call("PUT", path("sessions", name, "settings"), changes),

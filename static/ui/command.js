@@ -2,7 +2,7 @@
 
 import { api, follow } from "./api.js";
 import { OutputView } from "./ansi.js";
-import { h, problem, say, stickyScroll } from "./dom.js";
+import { h, problem, redraw, say, stickyScroll } from "./dom.js";
 import { outcome, size } from "./format.js";
 import { JobFoot, composer, stoppedNotice } from "./jobs.js";
 import { refresh } from "./store.js";
@@ -96,7 +96,7 @@ export function mount(root, context) {
   const changed = (session) => {
     context.session = session;
     const running = session.state === "running";
-    notice.replaceChildren(...(running ? [] : [stoppedNotice(context)]));
+    redraw(notice, !running && stoppedNotice(context));
     box.enable(running);
   };
   changed(context.session);

@@ -1,7 +1,7 @@
 // The Network screen: what a session with an allowlist may reach, and what it tries to reach, as it happens.
 
 import { api } from "./api.js";
-import { busy, drawn, h, problem, say } from "./dom.js";
+import { busy, drawn, h, problem, redraw, say } from "./dom.js";
 import { ago, named } from "./format.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
@@ -163,7 +163,7 @@ function ruleEditor({ change, remove }) {
     element: h("section", { class: "card" }, h("h2", {}, "Rules"), lists, form, errors, h("p", { class: "hint" },
       h("code", {}, "host"), " (ports 443 and 80), ", h("code", {}, "host:port"), " or ", h("code", {}, "*.host"),
       ". In force for the next connection.")),
-    draw: ({ allow, deny = [] }) => lists.replaceChildren(list("allow", "Allowed", allow),
+    draw: ({ allow, deny = [] }) => redraw(lists, list("allow", "Allowed", allow),
       deny.length ? list("deny", "Denied, even where allowed", deny) : ""),
     failed: (error) => errors.replaceChildren(problem(error)),
   };
@@ -319,7 +319,7 @@ function mountList(root, context) {
   root.append(notice, h("div", { class: "scroll" }, h("div", { class: "network" }, editor.element, decisions.element)));
 
   const changed = () => {
-    notice.replaceChildren(...(context.session.state !== "running" ? [stoppedNotice(context)] : state() === "cut" ? [cutNotice(name)] : []));
+    redraw(notice, context.session.state !== "running" ? stoppedNotice(context) : state() === "cut" && cutNotice(name));
     load();
     if (live()) decisions.listen();
   };

@@ -15,6 +15,12 @@ export function h(tag, props, ...children) {
 
 export const $ = (selector, root = document) => root.querySelector(selector);
 
+/** Put children in place of others that look different; a click on those that stay is not lost. */
+export function redraw(element, ...children) {
+  const fresh = h("div", {}, children);
+  if (fresh.innerHTML !== element.innerHTML) element.replaceChildren(...fresh.childNodes);
+}
+
 let said;
 
 /** Tell a screen reader. */

@@ -50,5 +50,9 @@ export const instant = (when) => (typeof when === "number" ? when * 1000 : Date.
 /** Whether a session has a command for AGENT mode. */
 export const canBePrompted = (session) => (session.agentPromptCommand ?? "").includes("{prompt}");
 
+/** What ends with a container, as a sentence more; "" for nothing. */
+export const inUse = (users) =>
+  users.length ? ` It is in use, and this ends: ${users.slice(0, 3).join("; ")}${users.length > 3 ? " …" : ""}` : "";
+
 /** The last folder of a path, for where there is little room. */
 export const tailOf = (path) => path.replace(/\/+$/, "").split("/").pop() || path;

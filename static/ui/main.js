@@ -1,10 +1,11 @@
 // The frame: the list of sessions beside the session at hand, whose screen the address names (#/s/<session>/<screen>).
 
 import { api, link } from "./api.js";
-import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
-import { canBePrompted, count, tailOf } from "./format.js";
+import { $, busy, confirmed, h, problem, redraw, say, toast } from "./dom.js";
+import { canBePrompted, count, inUse, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { networkText } from "./network.js";
+import { setTitle, startNews } from "./news.js";
 import { mountForm, mountList } from "./sessions.js";
 import { agentName, agentsKnown, refresh, startPolling, store } from "./store.js";
 
@@ -18,6 +19,7 @@ const SCREENS = {
 
 const main = $("#main");
 let leave = () => {}; // undoes the view at hand
+let frame = {}; // what stands around the screens of the session at hand
 
 const decoded = (text) => {
   try {
@@ -42,7 +44,7 @@ async function show() {
   leave = () => {};
   document.body.dataset.view = view || "home";
   if (view === "s") return showSession(name, screen);
-  document.title = view === "new" ? "New session — sandbox" : "sandbox";
+  setTitle(view === "new" ? "New session — sandbox" : "sandbox");
   if (view === "new") {
     leave = mountForm(main, { created: (made) => (location.hash = addressOf(made.name)) });
     return;
@@ -74,18 +76,19 @@ function showHome() {
 }
 
 async function showSession(name, screen) {
-  document.title = `${name} · ${SCREENS[screen][0]} — sandbox`;
+  setTitle(`${name} · ${SCREENS[screen][0]} — sandbox`);
   const view = { gone: false, detail: null, unmount: () => {} };
-  const head = h("header", { class: "session-head" });
   const body = h("div", { class: "screen", "data-screen": screen }, h("p", { class: "dim pad" }, "Loading…"));
-  const tabs = h("nav", { class: "tabs", "aria-label": "Modes" }, Object.entries(SCREENS).map(([key, [label]]) =>
-    h("a", { href: addressOf(name, key), "aria-current": key === screen ? "page" : null }, label)));
-  main.replaceChildren(head, tabs, body);
-  drawHead(head, name, null, view);
+  if (frame.name !== name || !frame.body.isConnected) mountFrame(name, view);
+  frame.view = view;
+  frame.body.replaceWith(body);
+  frame.body = body;
+  Object.keys(SCREENS).forEach((key, index) =>
+    (frame.tabs.children[index].ariaCurrent = key === screen ? "page" : null));
 
   const load = async () => {
     [view.detail] = await Promise.all([api.session(name), agentsKnown()]);
-    if (!view.gone) drawHead(head, name, view.detail, view);
+    if (!view.gone) drawHead(name, view.detail, view);
     return view.detail;
   };
   view.reload = async () => {
@@ -95,7 +98,7 @@ async function showSession(name, screen) {
   const changed = () => { // what others have changed
     const [row, detail] = [store.find(name), view.detail];
     if (!row || !detail) return;
-    if (view.network === undefined) drawHead(head, name, detail, view); // drawn when there was no list yet
+    if (view.network === undefined) drawHead(name, detail, view); // drawn when there was no list yet
     const same = row.state === detail.state && row.agentMode === canBePrompted(detail) && row.network === view.network;
     if (!same) view.reload().catch(() => {});
   };
@@ -115,31 +118,42 @@ async function showSession(name, screen) {
   }
 }
 
-function drawHead(head, name, session, view) {
+/** What a person clicks is made once for a session: replaced amid a click, it would lose the click. */
+function mountFrame(name, view) {
+  const act = (label, symbol, action) => h("button", {
+    class: "quiet", type: "button", "aria-label": `${label} ${name}`, hidden: true,
+    onclick: (event) => busy(event.currentTarget, action),
+  }, icon(symbol), h("span", { class: "label" }, label));
+  frame = {
+    name, title: h("h1"), facts: h("p", { class: "dim" }), body: h("div"),
+    tabs: h("nav", { class: "tabs", "aria-label": "Modes" }, Object.entries(SCREENS).map(([key, [label]]) =>
+      h("a", { href: addressOf(name, key) }, label))),
+    stop: act("Stop", "stop", () => change(frame.view, name, "stop", "stopped")),
+    start: act("Start", "play", () => change(frame.view, name, "start", "started")),
+    remove: act("Remove", "trash", () => remove(name)),
+  };
+  main.replaceChildren(h("header", { class: "session-head" },
+    h("a", { class: "button quiet back", href: "#/", "aria-label": "All sessions" }, icon("back")),
+    h("div", { class: "who" }, frame.title, frame.facts),
+    h("div", { class: "row acts" }, frame.stop, frame.start, frame.remove)), frame.tabs, frame.body);
+  drawHead(name, null, view);
+}
+
+function drawHead(name, session, view) {
   const state = session?.state ?? store.find(name)?.state ?? "";
   const running = state === "running";
   view.network = store.find(name)?.network;
-  const act = (label, action, symbol, extra = {}) => h("button", {
-    class: "quiet", type: "button", ...extra,
-    onclick: (event) => busy(event.currentTarget, async () => {
-      await action();
-    }),
-  }, icon(symbol), h("span", { class: "label" }, label));
   const facts = session ? [
     session.agent ? agentName(session.agent) : "no agent", session.directory && tailOf(session.directory),
     session.runtime, session.network && session.network !== "open" ? networkText(session.network) : null,
   ].filter(Boolean) : [];
-  head.replaceChildren(
-    h("a", { class: "button quiet back", href: "#/", "aria-label": "All sessions" }, icon("back")),
-    h("div", { class: "who" },
-      h("h1", {}, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state)),
-      h("p", { class: "dim", title: session?.directory },
-        view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "], facts.join(" · "), portLinks(session?.ports))),
-    session && h("div", { class: "row acts" },
-      running
-        ? act("Stop", () => change(view, name, "stop", "stopped"), "stop", { "aria-label": `Stop ${name}` })
-        : act("Start", () => change(view, name, "start", "started"), "play", { "aria-label": `Start ${name}` }),
-      act("Remove", () => remove(name), "trash", { "aria-label": `Remove ${name}` })));
+  redraw(frame.title, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state));
+  frame.facts.title = session?.directory ?? "";
+  redraw(frame.facts, view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "],
+    facts.join(" · "), portLinks(session?.ports));
+  frame.stop.hidden = !session || !running;
+  frame.start.hidden = !session || running;
+  frame.remove.hidden = !session;
 }
 
 /** What a session publishes, as links under another name than this page's: cookies know no ports. */
@@ -172,8 +186,9 @@ function mayStop(name) {
 }
 
 async function remove(name) {
+  const users = await api.users(name);
   const text = "The container goes, and with it the agent's conversation and this session's settings and history. "
-    + "Your directory stays as it is.";
+    + "Your directory stays as it is." + inUse(users);
   if (!(await confirmed(`Remove ${name}?`, text, "Remove"))) return;
   await api.remove(name);
   toast(`${name} was removed`);
@@ -199,4 +214,5 @@ $("#skip").addEventListener("click", (event) => {
 });
 mountList($("#side"), { place });
 startPolling();
+startNews(() => place().name ?? "");
 show();

@@ -6,6 +6,7 @@ import { $, drawn, h, problem, toast } from "./dom.js";
 import { ago, count, outcome, tailOf } from "./format.js";
 import { icon } from "./icons.js";
 import { networkChoice } from "./network.js";
+import { notifyButton, unseen } from "./news.js";
 import { agentName, profiles, refresh, store } from "./store.js";
 
 const FILTER_FROM = 8; // sessions from which on there is a filter
@@ -31,7 +32,8 @@ export function mountList(root, { place }) {
   root.append(
     h("div", { class: "side-head" },
       h("a", { class: "brand", href: "#/" }, h("span", { class: "mark", "aria-hidden": "true" }, icon("tool")), "sandbox"),
-      h("a", { class: "button primary small", href: "#/new" }, icon("plus"), "New")),
+      h("div", { class: "row nowrap" }, notifyButton(),
+        h("a", { class: "button primary small", href: "#/new" }, icon("plus"), "New"))),
     h("div", { class: "side-filter" }, filter), note, list,
     h("div", { class: "side-foot" },
       h("a", { class: "button quiet", href: "/preview" }, icon("grid"), "Mission control"),
@@ -59,6 +61,7 @@ export function mountList(root, { place }) {
     });
   }
   store.addEventListener("change", draw);
+  unseen.addEventListener("change", draw);
   window.addEventListener("hashchange", draw);
 }
 
@@ -82,6 +85,7 @@ function fill(item, row, current) {
   $(".doing", link).className = `doing ${tone}`;
   $(".dot", link).className = `dot ${tone}`;
   link.title = row.directory ?? "";
+  link.classList.toggle("news", unseen.sessions.has(row.name));
   current ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current");
 }
 

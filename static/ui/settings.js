@@ -2,6 +2,7 @@
 
 import { api } from "./api.js";
 import { $, busy, confirmed, h, problem, say, toast } from "./dom.js";
+import { inUse } from "./format.js";
 import { icon } from "./icons.js";
 import { networkChoice } from "./network.js";
 import { field } from "./sessions.js";
@@ -115,8 +116,9 @@ export function mount(root, context) {
       h("div", {}, h("strong", {}, "Not in force until the container is created again:"),
         h("ul", {}, lines.map((line) => h("li", {}, line)))),
       h("button", { type: "button", onclick: (event) => busy(event.currentTarget, async () => {
-        const text = "What was installed or written in the container outside of your directory goes, the agent's conversation too. "
-          + "Settings and history stay.";
+        const users = await api.users(name);
+        const text = "What runs in it ends, and what was installed in the container goes. "
+          + "The agent's conversations, settings and history stay." + inUse(users);
         if (!(await confirmed(`Create ${name} again?`, text, "Create again"))) return;
         await api.act(name, "recreate");
         toast(`${name} was created again`);

@@ -2,9 +2,10 @@
 // this page says from which byte it wants to go on.
 
 import { api, pause } from "./api.js";
-import { $, busy, h, problem, say, toast } from "./dom.js";
+import { $, busy, confirmed, h, problem, redraw, say, toast } from "./dom.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
+import { away, heard, note, notifyDesktop } from "./news.js";
 import { agentName, refresh } from "./store.js";
 
 const ACK_BYTES = 128 * 1024;
@@ -46,14 +47,15 @@ const THEMES = {
 // --- One terminal ---
 
 class View {
-  constructor(lib, session, { id = "", run = "shell" }, tell) {
-    Object.assign(this, { session, id, run, tell });
+  constructor(lib, session, { id = "", run = "shell", title = "" }, tell) {
+    Object.assign(this, { session, id, run, title, tell });
     this.label = "";
     this.early = [];
     this.typing = "";
     this.position = 0; // sequence number of the next byte
     this.acked = 0;
     this.writer = true;
+    this.fits = true; // whether the terminal has the size that this page has asked for
     this.replaying = false;
     this.over = null; // how it ended
     this.ctrl = false;
@@ -96,6 +98,9 @@ class View {
       return true;
     });
     term.attachCustomKeyEventHandler((event) => this.shortcut(event));
+    for (const kind of ["keydown", "paste", "beforeinput"]) {
+      this.holder.addEventListener(kind, (event) => this.isTyping(event) && this.take(), true);
+    }
     this.theme = () => (term.options.theme = THEMES[dark.matches ? "dark" : "light"]);
     dark.addEventListener("change", this.theme);
     this.sizes = new ResizeObserver(() => this.fit());
@@ -115,6 +120,17 @@ class View {
     this.newsTimer = undefined;
     this.told = performance.now();
     this.tell("bell", this, ...this.latest);
+  }
+
+  isTyping({ key, ctrlKey, shiftKey }) {
+    return !["Shift", "Control", "Alt", "Meta", "Tab"].includes(key) && !(ctrlKey && shiftKey);
+  }
+
+  /** Be the window that types; whoever types last has the size. */
+  take() {
+    if (this.writer || this.over || !this.greeted) return;
+    this.control({ type: "take" });
+    this.setRole(true, this.viewers);
   }
 
   /** Keys that are the page's; false keeps them from the program. */
@@ -146,17 +162,26 @@ class View {
     this.term.focus();
   }
 
+  /** Ask for the size that fits; the server says which it is, and it may be another window's. */
   fit() {
-    if (!this.holder.isConnected || !this.holder.clientWidth || !this.writer) return;
-    this.fitter.fit();
-    const { rows, cols } = this.term;
-    this.control({ type: "resize", rows, cols });
+    const size = this.holder.isConnected && this.holder.clientWidth && this.fitter.proposeDimensions();
+    if (!size) return;
+    this.wish = size;
+    if (this.fits && this.writer) this.term.resize(size.cols, size.rows);
+    this.control({ type: "resize", rows: size.rows, cols: size.cols });
+  }
+
+  setSize({ rows, cols }) {
+    this.fits = rows === this.wish.rows && cols === this.wish.cols;
+    this.term.resize(cols, rows);
+    this.sayRole();
   }
 
   // --- The connection ---
 
   connect() {
-    const query = new URLSearchParams({ rows: this.term.rows, cols: this.term.cols });
+    const { rows, cols } = this.wish ?? this.term;
+    const query = new URLSearchParams({ rows, cols });
     if (this.id) query.set("id", this.id);
     else query.set("run", this.run);
     query.set("from", this.position);
@@ -177,6 +202,9 @@ class View {
         this.id = message.id;
         this.run = message.run;
         this.say("");
+        this.wish ??= this.term;
+        this.setSize(message);
+        this.fit(); // it may be another one since the connection was asked for
         if (!message.resumed || this.position === 0) this.restart(message.seq);
         this.replayEnd = message.end;
         this.replaying = message.end > this.position && this.position === message.start;
@@ -187,13 +215,17 @@ class View {
         this.setRole(message.writer, message.viewers);
         break;
       case "size":
-        if (!this.writer) this.term.resize(message.cols, message.rows);
+        this.setSize(message);
+        break;
+      case "modes":
+        this.term.write(message.data);
         break;
       case "reset":
         this.restart(message.seq);
         break;
       case "exit":
-        this.ended(message.status === 0 ? "The program has ended." : `The program has ended with status ${message.status}.`);
+        this.ended(message.status ? `The program has ended with status ${message.status}.`
+          : message.status === 0 ? "The program has ended." : "The program has ended; its status is not known.");
     }
   }
 
@@ -204,18 +236,14 @@ class View {
   }
 
   setRole(writer, viewers) {
-    const took = writer && !this.writer;
     this.writer = writer;
-    this.term.options.disableStdin = !writer;
-    if (took) this.fit();
-    if (writer || this.over) this.say("");
-    else {
-      this.say("Another window types here; you are looking on.", h("button", { type: "button", class: "small", onclick: () => {
-        this.control({ type: "take" });
-        this.focus();
-      } }, "Type here"));
-    }
     this.viewers = viewers;
+    this.term.options.disableStdin = !writer; // nor does the emulator answer what another one answers
+    this.sayRole();
+  }
+
+  sayRole() {
+    if (!this.over) this.say(this.writer && this.fits ? "" : "Another window types here. Type to go on in this one.");
   }
 
   output(bytes) {
@@ -253,7 +281,7 @@ class View {
         const rows = await api.terminals(this.session);
         if (this.gone) return;
         if (this.id && rows.some((row) => row.id === this.id)) return this.connect();
-        return this.ended(this.id ? "This terminal has ended: its server was stopped." : "The terminal could not be opened.");
+        return this.ended(this.id ? "This terminal has ended." : "The terminal could not be opened.");
       } catch (error) {
         if (error.code !== "offline") return this.ended(error.message);
       }
@@ -303,6 +331,7 @@ class View {
 
   /** A key of the bar below the terminal. */
   key(name) {
+    this.take();
     const arrow = { Up: "A", Down: "B", Right: "C", Left: "D" }[name];
     if (arrow) {
       const lead = this.ctrl ? "\x1b[1;5" : this.term.modes.applicationCursorKeysMode ? "\x1bO" : "\x1b[";
@@ -317,6 +346,7 @@ class View {
 
   close() {
     this.gone = true;
+    heard.delete(this.id);
     clearTimeout(this.ackTimer);
     clearTimeout(this.newsTimer);
     this.sizes.disconnect();
@@ -353,7 +383,6 @@ export function mount(root, context) {
     tool("close", "Close the search", () => toggleFind(false)));
   const reader = h("button", { class: "quiet small", type: "button", "aria-pressed": String(localStorage.getItem("screenReader") === "1"),
     title: "Screen reader mode", "aria-label": "Screen reader mode", onclick: () => setReader() }, icon("eye"));
-  const bell = tool("bell", "Notify me when a terminal rings", () => askToNotify());
   const closing = tool("close", "", () => shut(current), { hidden: true });
   const bar = h("div", { class: "term-bar" }, tabs, closing,
     h("div", { class: "row term-tools" },
@@ -362,7 +391,7 @@ export function mount(root, context) {
         onclick: (e) => busy(e.currentTarget, () => open({ run: "agent" })) }, icon("plus"), agentName(context.session.agent)),
       tool("copy", "Copy the selection (Ctrl+Shift+C)", () => copy()),
       tool("paste", "Paste (Ctrl+Shift+V)", () => paste()),
-      tool("search", "Find (Ctrl+Shift+F)", () => toggleFind(true)), bell, reader));
+      tool("search", "Find (Ctrl+Shift+F)", () => toggleFind(true)), reader));
   const keys = h("div", { class: "term-keys", role: "toolbar", "aria-label": "Terminal keys" }, KEYS.map((key) =>
     h("button", { type: "button", "data-key": key, "aria-label": SIGNS[key] ? `Arrow ${key.toLowerCase()}` : null,
       "aria-pressed": key === "Ctrl" ? "false" : null, onpointerdown: (event) => event.preventDefault(),
@@ -372,33 +401,39 @@ export function mount(root, context) {
 
   const tell = (what, view, text, title) => {
     if (what === "open") refresh();
+    if (what === "open") heard.add(view.id);
     if (what === "ended") refresh();
     if (what === "bell") ring(view, text, title);
     if (what === "copy") copy();
     if (what === "search") toggleFind(true);
     if (what === "leave") $("[aria-selected=true]", tabs)?.focus();
     if (what === "ctrl") $('[data-key="Ctrl"]', keys).setAttribute("aria-pressed", String(view.ctrl));
-    if (what === "again") open({ run: view.run }, view);
+    if (what === "again") open({ run: view.run || "shell" }, view);
     drawing ??= requestAnimationFrame(drawTabs); // once, however often a program names its terminal
   };
 
-  const labelOf = (view, index) => view.label || (view.run === "agent" ? agentName(context.session.agent) : `Shell ${index + 1}`);
+  const labelOf = (view, index) => view.label || { agent: agentName(context.session.agent), shell: `Shell ${index + 1}` }[view.run]
+    || view.title.slice(0, LABEL_CHARS);
 
   function drawTabs() {
     cancelAnimationFrame(drawing);
     drawing = undefined;
     if (gone) return;
     const focused = [...tabs.children].indexOf(document.activeElement);
-    tabs.replaceChildren(...views.map((view, index) => h("button", {
-      type: "button", role: "tab", class: `term-tab ${view.over ? "over" : ""}`,
-      "aria-selected": String(view === current), "aria-controls": "term-place",
-      tabindex: view === current ? "0" : "-1", onclick: () => select(view),
-      onkeydown: (event) => moveTab(event, index),
-    }, view.rang ? "● " : "", labelOf(view, index))));
+    for (const tab of [...tabs.children]) views.some((view) => view.tab === tab) || tab.remove();
+    views.forEach((view, index) => { // a click is lost when what is clicked is replaced before it ends
+      view.tab ??= h("button", { type: "button", role: "tab", "aria-controls": "term-place",
+        onclick: () => select(view), onkeydown: (event) => moveTab(event, views.indexOf(view)) });
+      view.tab.className = `term-tab ${view.over ? "over" : ""}`;
+      view.tab.ariaSelected = String(view === current);
+      view.tab.tabIndex = view === current ? 0 : -1;
+      redraw(view.tab, view.rang ? "● " : "", labelOf(view, index));
+      if (tabs.children[index] !== view.tab) tabs.insertBefore(view.tab, tabs.children[index] ?? null);
+    });
     tabs.hidden = closing.hidden = !current;
     const label = current ? `Close ${labelOf(current, views.indexOf(current))}` : "";
     closing.ariaLabel = closing.title = label;
-    if (focused >= 0) tabs.children[Math.min(focused, views.length - 1)]?.focus();
+    if (focused >= 0 && !tabs.contains(document.activeElement)) tabs.children[Math.min(focused, views.length - 1)]?.focus();
   }
 
   function moveTab(event, index) {
@@ -434,6 +469,8 @@ export function mount(root, context) {
   }
 
   async function shut(view) {
+    const what = labelOf(view, views.indexOf(view));
+    if (view.run !== "shell" && !view.over && !(await confirmed(`Close ${what}?`, "This ends it, here and wherever else it is open.", "Close"))) return;
     views.splice(views.indexOf(view), 1);
     view.close();
     if (view.id && !view.over) api.closeTerminal(name, view.id).catch(() => {}).then(refresh);
@@ -505,26 +542,13 @@ export function mount(root, context) {
     say(`Screen reader mode is ${on ? "on" : "off"}`);
   }
 
-  async function askToNotify() {
-    if (!("Notification" in window)) return toast("This browser has no notifications", "error");
-    const answer = await Notification.requestPermission();
-    toast(answer === "granted" ? "You will be notified when a terminal rings and you are elsewhere" : "The browser does not allow notifications");
-    showBell();
-  }
-  function showBell() {
-    bell.hidden = !("Notification" in window) || Notification.permission === "granted";
-  }
-
   function ring(view, text, title) {
-    const away = document.hidden || !document.hasFocus();
-    if (away && "Notification" in window && Notification.permission === "granted") {
-      const notification = new Notification(title && title !== text ? `${name}: ${title}` : name, { body: text, tag: `${name}/${view.id}` });
-      notification.onclick = () => {
-        window.focus();
-        if (!gone) select(view);
-      };
+    if (away()) {
+      note(name);
+      notifyDesktop(title && title !== text ? `${name}: ${title}` : name, text, `${name}/${view.id}`,
+        () => gone || select(view));
     }
-    if (away || view !== current) {
+    if (away() || view !== current) {
       view.rang = true;
       view.toast?.remove();
       view.toast = toast(`${name}: ${text}`);
@@ -534,21 +558,20 @@ export function mount(root, context) {
   const changed = (session) => {
     context.session = session;
     const running = session.state === "running";
-    notice.replaceChildren(...(running ? [] : [stoppedNotice(context)]));
+    redraw(notice, !running && stoppedNotice(context));
     bar.inert = !running;
     if (running && !views.length) starting ??= start().finally(() => (starting = null));
   };
 
   async function start() {
     try {
-      const rows = (await api.terminals(name)).filter((row) => !row.ended);
-      for (const row of rows) await open(row);
-      if (!rows.length && !gone) await open({});
+      const rows = await api.terminals(name);
+      for (const row of rows.sort((a, b) => b.ended - a.ended)) await open(row); // an end that nobody has seen first
+      if (!rows.some((row) => !row.ended) && !gone) await open({});
     } catch (error) {
       if (!gone) place.replaceChildren(h("div", { class: "pad" }, problem(error)));
     }
   }
-  showBell();
   changed(context.session);
 
   return {

@@ -95,6 +95,9 @@ export const row = fitted({ ...session, network: shown, agentMode: whether, jobs
 export const detail = fitted({ ...session, workdir: shown, runtime: shown,
   agentPromptCommand: shown, ports: texts,
   network: (value) => (isRecord(value) ? rules(value) : shown(value)) }, "name");
+const event = fitted({ session: shown, what: shown, text: shown, turn: shown }, "text");
+export const news = ({ number: last, news }) => ({ number: amount(last) ?? 0, news: each(event)(news) });
+export const users = fitted({ users: texts }, "users");
 const profile = fitted({ name: shown, agent: shown, directory: shown, error: shown }, "name");
 const agent = fitted({ name: shown, title: shown, events: shown }, "name");
 export const profiles = fitted({ profiles: each(profile), agentDetails: each(agent),

@@ -190,20 +190,17 @@ class Bare:
         os.close(self.master)
 
 
-class WebSocket:
-    """A client with as little of its own as possible: no masking work, one buffer."""
+class Frames:
+    """A client of a WebSocket with as little of its own as possible: no masking work, one buffer.
+    """
 
-    def __init__(self, server: Server, session: str) -> None:
-        self.server, self.session = server, session
-        self.sock = socket.create_connection(("127.0.0.1", server.port))
+    def __init__(self, port: int, path: str, **headers: str) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.seq = self.acked = 0
-        head = {"Host": "localhost", "Cookie": server.cookie, "Upgrade": "websocket",
-                "Connection": "Upgrade",
+        head = {"Host": "localhost", "Upgrade": "websocket", "Connection": "Upgrade",
                 "Sec-WebSocket-Version": "13",
-                "Sec-WebSocket-Key": base64.b64encode(bytes(16)).decode()}
-        lines = [f"GET /api/sessions/{session}/terminal HTTP/1.1",
-                 *(f"{k}: {v}" for k, v in head.items())]
+                "Sec-WebSocket-Key": base64.b64encode(bytes(16)).decode(), **headers}
+        lines = [f"GET {path} HTTP/1.1", *(f"{k}: {v}" for k, v in head.items())]
         self.sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
         self.buffer = bytearray()
         while b"\r\n\r\n" not in self.buffer:
@@ -214,12 +211,6 @@ class WebSocket:
 
     def send(self, opcode: int, data: bytes) -> None:
         self.sock.sendall(bytes([128 | opcode, 128 | len(data)]) + bytes(4) + data)
-
-    def write(self, data: bytes) -> None:
-        self.send(2, data)
-
-    def read(self) -> bytes:
-        return next(self.frames)
 
     def need(self, size: int) -> None:
         while len(self.buffer) < size:
@@ -240,13 +231,29 @@ class WebSocket:
             data = bytes(self.buffer[start : start + size])
             del self.buffer[: start + size]
             if opcode == 2:
-                self.seq += size
-                if self.seq - self.acked > 200_000:
-                    self.acked = self.seq
-                    self.send(1, json.dumps({"type": "ack", "seq": self.seq}).encode())
                 yield data
             elif opcode == 8:
                 raise EOFError
+
+
+class WebSocket(Frames):
+    """A terminal of the server's; `query` as `id=…`."""
+
+    def __init__(self, server: Server, session: str, query: str = "") -> None:
+        self.seq = self.acked = 0
+        path = f"/api/sessions/{session}/terminal?{query}"
+        super().__init__(server.port, path, Cookie=server.cookie)
+
+    def write(self, data: bytes) -> None:
+        self.send(2, data)
+
+    def read(self) -> bytes:
+        data = next(self.frames)
+        self.seq += len(data)
+        if self.seq - self.acked > 200_000:
+            self.acked = self.seq
+            self.send(1, json.dumps({"type": "ack", "seq": self.seq}).encode())
+        return data
 
     def close(self) -> None:
         """End what runs in the terminal, and see it end."""
@@ -258,7 +265,39 @@ class WebSocket:
             self.sock.close()
 
 
-Client = Bare | WebSocket
+class Ttyd(Frames):
+    """A terminal of ttyd's on the engine's own client; a server of it for each."""
+
+    def __init__(self, session: str) -> None:
+        port = free_port()
+        argv = ["ttyd", "-i", "127.0.0.1", "-p", str(port), "-W", "-d", "1",
+                "docker", "exec", "-it", session, "sh"]
+        self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                        stderr=subprocess.DEVNULL, start_new_session=True)
+        while True:
+            try:
+                super().__init__(port, "/ws", **{"Sec-WebSocket-Protocol": "tty"})
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        self.began = time.perf_counter()
+        self.send(2, json.dumps({"AuthToken": "", "columns": 80, "rows": 24}).encode())
+
+    def write(self, data: bytes) -> None:
+        self.send(2, b"0" + data)
+
+    def read(self) -> bytes:
+        while not (data := next(self.frames)).startswith(b"0"):
+            pass
+        return data[1:]
+
+    def close(self) -> None:
+        self.sock.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+Client = Bare | WebSocket | Ttyd
 
 
 def until(client: Client, mark: bytes) -> int:
