@@ -974,8 +974,11 @@ def add_patch(store: Store, words: list[str], found: dict[str, dict[str, Any]]) 
     with subprocess.Popen(**store.argv(*words), stdout=subprocess.PIPE) as process:
         assert process.stdout
         text = process.stdout.read(PATCH_BYTES)
-        truncated = bool(process.stdout.read(1))
-        process.kill()
+        if truncated := bool(process.stdout.read(1)):
+            process.kill()
+            text = text[: text.rfind(b"\n") + 1]
+    if process.returncode and not truncated:
+        raise damaged("git diff-tree has ended")
     sections = re.split(rb"^diff --git (.*)\n", text, flags=re.MULTILINE)[1:]
     row = None
     for names, section in zip(sections[::2], sections[1::2], strict=True):
