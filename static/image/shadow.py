@@ -356,6 +356,8 @@ class Store:
                 break
             dropped += 1
         old = self.pack_sizes()
+        if not dropped and len(old) <= 3:  # of one pack
+            return 0
         self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
                  os.path.join(self.packs, "pack"), given=listed)
         del events[:dropped]
@@ -562,7 +564,10 @@ class Walk:
                 name = entry.name
                 try:
                     st = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
                 except OSError:
+                    now[name] = None, self.note("unreadable"), NOTE
                     continue
                 if stat.S_ISDIR(st.st_mode):
                     folders.append((name, st.st_mode))
@@ -680,22 +685,22 @@ class Walk:
 
     def put_tree(self, entries: dict[str, Seen], mode: int) -> bytes:
         rows = [(b":dir", b"100644", self.pack.put(b"blob", b"%o" % mode))]
-        for name, (key, id, kind) in entries.items():
+        for name, (key, id, what) in entries.items():
             raw = os.fsencode(name)
-            if kind == DIR:
+            if what == DIR:
                 rows.append((b"=%s/" % raw, b"40000", id))
-            elif kind == LINK:
+            elif what == LINK:
                 rows.append((b"=%s" % raw, b"120000", id))
-            elif kind == FILE:
-                mode = stat.S_IMODE(key[0])
-                rows.append((b"=%s" % raw, b"100755" if mode & 0o100 else b"100644", id))
-                if mode not in (0o644, 0o755):
-                    rows.append((b":m=%s" % raw, b"100644", self.pack.put(b"blob", b"%o" % mode)))
+            elif what == FILE:
+                full = stat.S_IMODE(key[0])
+                rows.append((b"=%s" % raw, b"100755" if full & 0o100 else b"100644", id))
+                if full not in (0o644, 0o755):
+                    rows.append((b":m=%s" % raw, b"100644", self.pack.put(b"blob", b"%o" % full)))
             else:
                 rows.append((b":s=%s" % raw, b"100644", id))
         rows.sort()
         return self.pack.put(b"tree", b"".join(
-            b"%s %s\0%s" % (mode, name.rstrip(b"/"), id) for name, mode, id in rows))
+            b"%s %s\0%s" % (kind, name.rstrip(b"/"), id) for name, kind, id in rows))
 
     def commit(self) -> str:
         """Make it the last snapshot of its tree; the caller saves the state. Returns its tree."""
@@ -703,8 +708,8 @@ class Walk:
         self.pack.finish()
         state["last"][self.label] = self.tree
         state["first"].setdefault(self.label, self.tree)
-        data = marshal.dumps((self.folders, self.racy))
         if self.folders != self.cache:
+            data = marshal.dumps((self.folders, self.racy))
             write(self.store.at(f"cache-{self.label}"), self.mark(data) + data, sync=False)
         return self.tree
 
@@ -834,7 +839,9 @@ class Restore:
     def place(self, fd: int, name: str, path: str, new: Entry) -> None:
         self.check(fd, name, path)
         if new.kind == DIR:
-            os.mkdir(name, 0o700, dir_fd=fd)
+            before = os.umask(0)
+            os.mkdir(name, new.mode | 0o700, dir_fd=fd)
+            os.umask(before)
             own(name, os.fstat(fd), dir_fd=fd, follow_symlinks=False)
         elif path in self.staged:
             with opened(self.walk.root, self.staged[path][0]) as near:
@@ -967,8 +974,11 @@ def add_patch(store: Store, words: list[str], found: dict[str, dict[str, Any]]) 
     with subprocess.Popen(**store.argv(*words), stdout=subprocess.PIPE) as process:
         assert process.stdout
         text = process.stdout.read(PATCH_BYTES)
-        truncated = bool(process.stdout.read(1))
-        process.kill()
+        if truncated := bool(process.stdout.read(1)):
+            process.kill()
+            text = text[: text.rfind(b"\n") + 1]
+    if process.returncode and not truncated:
+        raise damaged("git diff-tree has ended")
     sections = re.split(rb"^diff --git (.*)\n", text, flags=re.MULTILINE)[1:]
     row = None
     for names, section in zip(sections[::2], sections[1::2], strict=True):
@@ -1123,14 +1133,14 @@ class Request:
                   and event["tree"] == self.label and not event.get("undone")]
         base = merges[-1]["theirs"] if merges else state["first"]["main"]
         theirs = state["last"]["main"]
-        return self.finish(**self.bring(self.walk(), "merge", [(base, theirs)], theirs=theirs))
+        return self.finish(**self.bring(self.walk(), "merge", [(base, theirs)]))
 
     def prune(self) -> dict[str, Any]:
         dropped = self.store.prune(self.keep, self.most)
         return {"dropped": dropped, "bytes": sum(self.store.state["packs"].values())}
 
     def bring(self, walk: Walk, kind: str, steps: list[tuple[str, str]], turns: Sequence[str] = (),
-              undo: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+              undo: dict[str, Any] | None = None) -> dict[str, Any]:
         """Merge into the workspace what turns the first tree of each step into the second one."""
         tree, conflicts = walk.tree, set[str]()
         for base, theirs in steps:
@@ -1142,24 +1152,30 @@ class Request:
             if not below(path, self.paths):
                 continue
             if kind == "merge" and in_git(path):
+                conflicts -= {whole_git(path)}
                 restore.left[whole_git(path)] = "what is git's own does not leave a copy"
             elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
                       or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
                 wanted.append((path, old, new))
-        restore.left |= {path: "both have changed it" for path in (
-            path.removesuffix(":dir").rstrip("/") for path in conflicts) if below(path, self.paths)}
+        for path in {path.removesuffix(":dir").rstrip("/") for path in conflicts}:
+            if below(path, self.paths):
+                restore.left.setdefault(path, "both have changed it")
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
                           "Paths begin at the top of the workspace.")
         dry = self.take("dry", bool, False)
         if not dry:
+            whole = self.paths == [""] and not conflicts
+            expected = {*restore.left}
             restore.apply()
             self.store.state["temporary"] = ""
             after = self.walk().tree
-            event = self.event(kind, walk.tree, turns=turns, **more)
+            event = self.event(kind, walk.tree, turns=turns)
             event |= {"after": after, "files": len(restore.done),
                       "when": self.take("when", str, "")}
+            if kind == "merge":  # what has not come this time comes with the next one
+                event["theirs"] = steps[0][whole and expected == {*restore.left}]
             if self.paths == [""] and (restore.done or not restore.left):
                 for other in self.events:
                     if other["id"] in turns:
