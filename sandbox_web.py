@@ -2263,6 +2263,8 @@ class Terminal:
         if self.ended or size in (None, self.asked_size):
             return
         self.asked_size = rows, cols = size
+        if self.held and not self.greeted:
+            return
         if self.held:
             self.input += sandbox.frame(b"r", b"%d %d" % size)
             self.write_input()
@@ -2344,7 +2346,7 @@ class Terminal:
         poller.register(self.wake_read, select.POLLIN)
         if not self.ended:
             reads = select.POLLIN if self.may_read() else 0
-            writes = select.POLLOUT if self.input else 0
+            writes = select.POLLOUT if self.input and (self.greeted or not self.held) else 0
             if self.held:
                 for fd, mask in ((self.out, reads), (self.master, writes), (self.err, 1)):
                     if mask and fd >= 0:
@@ -2419,8 +2421,9 @@ class Terminal:
                 self.ring.begin(position)
                 for viewer in self.viewers:
                     self.reset(viewer)
-            self.greeted = True
             self.set_size(rows, cols)
+            if not self.greeted:
+                self.greet()
         elif kind == b"m":
             self.modes = self.ring.end, data
             for viewer in self.viewers:
@@ -2433,6 +2436,14 @@ class Terminal:
             self.status = status[0] & 255 if status else None
         elif kind == b"n":
             self.refused = data.decode(errors="replace")[:STDERR_BYTES] or "it does not say why"
+
+    def greet(self) -> None:
+        """The holder is there: give it the size that is asked for, and what was typed before."""
+        self.greeted, typed = True, bytes(self.input)
+        self.input[:] = sandbox.frame(b"r", b"%d %d" % self.asked_size)
+        for at in range(0, len(typed), CHUNK_BYTES):
+            self.input += sandbox.frame(b"i", typed[at : at + CHUNK_BYTES])
+        self.write_input()
 
     def read_failure(self) -> None:
         """Keep what an engine's client says on stderr, or the beginning of it."""
@@ -2450,6 +2461,7 @@ class Terminal:
         while self.err >= 0 and select.select([self.err], [], [], 0)[0]:
             self.read_failure()
         self.cuts = self.cuts + 1 if time.monotonic() - self.attached < 1 else 0
+        typed = bytes(self.input)
         self.close_client()
         status = sandbox.wait_for(self.pid)
         try:
@@ -2458,6 +2470,7 @@ class Terminal:
                 self.ring.put(f"sandbox: this terminal ends with its server: {self.refused}\r\n"
                               .encode())
                 self.start_unheld()
+                self.input += typed
                 self.app.terminals.write_down()
                 return
             if (self.held and self.greeted and not (self.told or self.closing)
@@ -2494,7 +2507,7 @@ class Terminal:
         self.app.terminals.write_down()
 
     def write_input(self) -> None:
-        if not self.input:
+        if not self.input or self.held and not self.greeted:  # or it would go with a client
             return
         try:
             del self.input[: os.write(self.master, self.input[:CHUNK_BYTES])]
@@ -2565,7 +2578,7 @@ class Terminal:
         if viewer is not self.writer or self.ended:
             return
         self.calls.typed = time.monotonic()
-        if not self.held:
+        if not (self.held and self.greeted):
             self.input += data
             return
         for at in range(0, len(data), CHUNK_BYTES):
