@@ -2161,6 +2161,7 @@ class Terminal:
         self.command, self.title = command, title or sandbox.title_of(command)
         self.is_new, self.held, self.pid = not id, False, 0
         self.ring, self.input = Ring(), bytearray()
+        self.early = bytearray()  # what was typed before it is known who holds the terminal
         self.viewers: list[Viewer] = []
         self.writer: Viewer | None = None
         self.arriving: deque[Viewer] = deque()
@@ -2221,6 +2222,7 @@ class Terminal:
         finally:
             os.close(slave)
         self.connect(master, master)
+        self.input += self.early
 
     def spawn(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start a client of the holder."""
@@ -2420,6 +2422,7 @@ class Terminal:
                 for viewer in self.viewers:
                     self.reset(viewer)
             self.greeted = True
+            self.early.clear()
             self.set_size(rows, cols)
         elif kind == b"m":
             self.modes = self.ring.end, data
@@ -2568,6 +2571,8 @@ class Terminal:
         if not self.held:
             self.input += data
             return
+        if not self.greeted:
+            self.early += data[: CHUNK_BYTES - len(self.early)]
         for at in range(0, len(data), CHUNK_BYTES):
             self.input += sandbox.frame(b"i", data[at : at + CHUNK_BYTES])
 
