@@ -237,10 +237,5 @@ def test_a_file_that_cannot_be_read_is_named(show: Show, tmp_path: Path) -> None
         assert (status, out) == (1, "") and err.startswith(f"sandbox: env file {path}: ")
 
 
-@pytest.mark.parametrize("path", ["a.env", "./a.env", "", "~nobody/a.env"])
-def test_a_relative_path_is_refused(show: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                    path: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.env").write_text("A=1\n")
-    status, out, err = show("--ef", path)
-    assert (status, out) == (2, "") and err == f"sandbox: --ef: {path!r} is not an absolute path\n"
+def test_an_empty_path_is_refused(show: Show) -> None:
+    assert show("--ef", "") == (2, "", "sandbox: --ef: '' is not an absolute path\n")
