@@ -2036,7 +2036,6 @@ class Session:
             message = f"the labels of the container {self.name} are not those of a whole session"
             raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
 
-
     def variables(self) -> list[str]:
         """The variables that -e gave it at its creation, without their values: Layer.variables."""
         self.created()  # raises
@@ -2699,6 +2698,11 @@ def start_session(engine: Engine, session: Session) -> None:
         hint = "run: " + quote_all(engine.argv("unpause", session.name))
         raise SandboxError(f"the container {session.name} is paused", hint, 125)
     have, _ = session.created()
+    if have.get("git"):
+        # Another session may write in that repository and turn what is mounted of it just now, and
+        # who could look before anything runs is the container, which is no longer as it was made.
+        message = f"{session.name} is stopped, and others may have changed what git mounts there"
+        raise SandboxError(message, f"sandbox recreate {session.name}, which keeps its home", 125)
     if have.get("sources") and any(resolved(path) != path for path, _, _ in binds_of(have)):
         raise mount_turned(session)
     # Restart the proxy: what ran in the session before may have left it stuck. Give it its rules
@@ -3006,6 +3010,9 @@ def git_of(spec: Mapping[str, Any]) -> dict[str, Any] | None:
     place = os.path.normpath(os.path.join(spec["workdir"], link, "../.."))
     if any(within(place, target) is not None for target in mount_targets(spec)):
         return None
+    hosts = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    if any(within(common, resolved(path)) is not None for path in hosts):  # written by the session
+        return None
     id = f"worktrees/{os.path.basename(admin)}"
     parts = ["", "objects", "objects/info", "refs", id, f"{id}/commondir", f"{id}/gitdir"]
     if "worktreeconfig" in read_small(f"{common}/config").lower():
@@ -3035,7 +3042,8 @@ def make_worktree_config(spec: Mapping[str, Any]) -> None:
     for path, _, _ in git_binds(spec):
         if os.path.basename(path) == "config.worktree":
             try:
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644))
+                how = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # it may be a FIFO
+                os.close(os.open(path, how, 0o644))
             except OSError as error:
                 raise FileError(path, error) from None
 
@@ -3708,6 +3716,8 @@ HOLD = ["python3", "-I", "-S", "-c",
 RING_BYTES = 1 << 20  # what is kept of the output
 FRAME_BYTES = 65536  # no holder sends a longer one
 LIST_BYTES = 1 << 20
+LIST_SECONDS = 5
+LISTED = 100  # terminals of a session, the newest; a hundred is more than the web serves
 
 
 @cache
@@ -3811,7 +3821,7 @@ def list_terminals(engine: Engine, session: Session) -> list[Held]:
 
 def ask_terminals(engine: Engine, session: Session) -> Output:
     """The question for the terminals of a session, begun."""
-    return Output(attach_argv(engine, session), env=hold_environ("", "list"))
+    return Output(attach_argv(engine, session), LIST_SECONDS, hold_environ("", "list"))
 
 
 def read_terminals(asked: Output) -> list[Held]:
@@ -3820,7 +3830,7 @@ def read_terminals(asked: Output) -> list[Held]:
     for line in asked.result(LIST_BYTES)[1].split("\n"):
         with suppress(ValueError):
             terminals.append(Held(line))
-    return terminals
+    return terminals[-LISTED:]
 
 
 class DetachKeys:
@@ -3914,7 +3924,7 @@ class Screen:
             elif kind + last == b">u":
                 self.keyboards[self.alternate] += 1
             elif kind + last == b"<u":
-                left = self.keyboards[self.alternate] - int(numbers[:3] or 1)
+                left = self.keyboards[self.alternate] - int(numbers.partition(b";")[0][:3] or 1)
                 self.keyboards[self.alternate] = max(0, left)
             elif kind + last == b"=u":
                 self.others[b"u"] = b"\x1b[=0u"
@@ -3942,7 +3952,7 @@ def without_questions(output: bytes) -> bytes:
     return re.sub(rb"\x05|\x1bZ|\x1b\[(?:[>=]?[\d;]*c|\??[\d;]*n|\??[\d;]*\$p|>[\d;]*q|\?u|[\d;]*x"
                   rb"|(?:1[1-9]|2[01])[\d;]*t)|\x1bP[+$]q[^\x1b]*\x1b\\"
                   rb"|\x1b\](?:4|5|1\d|21|52);[^\a\x1b]*\?(?:\a|\x1b\\)"
-                  rb"|\x1b_G[^\x1b;]*a=q[^\x1b]*\x1b\\", b"", output)
+                  rb"|\x1b_G[^\x1b]*\x1b\\", b"", output)
 
 
 def without_part(output: bytes) -> bytes:
@@ -4856,8 +4866,7 @@ def cmd_logs(args: argparse.Namespace) -> int:
     jobs = read_jobs(args.session)
     job = next((job for job in jobs if job["id"] == args.id), None)
     if not job:
-        engine, session = find_given(engines_of(args), args.session,
-                                     "logs")
+        engine, session = find_given(engines_of(args), args.session, "logs")
         running = session.state == "running"
         terminals = list_terminals(engine, session) if running and not args.id else []
         began = max((iso_seconds(held.started) for held in terminals), default="")
@@ -4981,8 +4990,8 @@ def cmd_recreate(args: argparse.Namespace) -> int:
     if not (args.in_use or may_remove(engine, session, what="Create its container anew")):
         raise SandboxError(f"{session.name} was left as it is")
     with_remedies(partial(recreate_session, engine, session, config, kept, spec), args.yes)
-    settings = settings_beside(session, flags)
     with lock_settings(session.name):
+        settings = settings_beside(session, flags)
         if settings != read_settings(session.name):
             write_settings(session.name, settings)
     print(session.name)

@@ -2077,6 +2077,11 @@ class Viewer:
     def open(self) -> bool:
         return not self.gone and self.protocol.state.name == "OPEN"
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be told one thing more; a holder that lies may have any number of them."""
+        return len(self.pending) < CHUNK_BYTES * 2
+
     def push(self) -> None:
         """Write as much of what waits as the socket takes."""
         if data := self.protocol.data_to_send():
@@ -2278,7 +2283,8 @@ class Terminal:
         if 0 < rows <= 1000 and 0 < cols <= 1000 and (rows, cols) != self.size:
             self.size = rows, cols
             for viewer in self.viewers:
-                viewer.control(type="size", rows=rows, cols=cols)
+                if viewer.has_room:
+                    viewer.control(type="size", rows=rows, cols=cols)
 
     # What other threads may call.
 
@@ -2425,7 +2431,7 @@ class Terminal:
             if not self.greeted:
                 self.greet()
         elif kind == b"m":
-            self.modes = self.ring.end, data
+            self.modes = self.ring.end, data[:STDERR_BYTES]
             for viewer in self.viewers:
                 self.tell_modes(viewer)
         elif kind == b"s":
@@ -2463,7 +2469,7 @@ class Terminal:
         self.cuts = self.cuts + 1 if time.monotonic() - self.attached < 1 else 0
         typed = bytes(self.input)
         self.close_client()
-        status = sandbox.wait_for(self.pid)
+        status = end_client(self.pid)
         try:
             if self.held and self.refused and self.is_new and not self.closing:
                 sandbox.cannot_hold(self.session, self.id, self.refused, status)
@@ -2542,7 +2548,7 @@ class Terminal:
     def tell_modes(self, viewer: Viewer) -> None:
         """Bring a viewer that begins where output is missing to the terminal's modes there."""
         position, data = self.modes
-        if viewer.sent == position:
+        if viewer.sent == position and viewer.has_room:
             viewer.control(type="modes", data=data.decode("ascii", "replace"))
 
     def reset(self, viewer: Viewer) -> None:
@@ -2678,15 +2684,14 @@ class Terminal:
         del self.calls  # which refers to us: only a garbage collection would free the two
 
 
-def end_client(pid: int) -> None:
-    """Wait for an engine's client whose input has ended, and kill it where it stays."""
+def end_client(pid: int) -> int:
+    """The status of an engine's client whose input has ended; killed where it stays."""
     deadline = time.monotonic() + DETACH_SECONDS
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
-            sandbox.wait_for(pid)
-            return
         time.sleep(0.005)
+    return sandbox.wait_for(pid)
 
 
 def whole_number(value: object, low: int, high: int) -> int:
@@ -2772,8 +2777,12 @@ class Terminals:
 
     def open(self, terminal: Terminal) -> Terminal:
         """Have a terminal served, and begun where it is not. Raises WebError, SandboxError."""
-        if not terminal.pid:
-            self.make_room()
+        try:
+            if not terminal.pid:
+                self.make_room()
+        except WebError:
+            sandbox.Output.close(terminal.wake_read, terminal.wake_write)
+            raise
         with self.lock:
             if other := self.by_id.get(terminal.id):  # another page came back to it just now
                 sandbox.Output.close(terminal.wake_read, terminal.wake_write)

@@ -115,6 +115,15 @@ def test_a_program_that_tidies_up_itself_leaves_nothing_to_do() -> None:
     assert screen.restore(False) == b""
 
 
+@pytest.mark.parametrize("odd", [b"\x1b[<1;2u", b"\x1b[<;u", b"\x1b[<99999999999u", b"\x1b[?;h"])
+def test_an_odd_sequence_ends_nobody(odd: bytes) -> None:
+    screen, modes = Screen(), hold().Modes()
+    for data in (b"\x1b[>1u", odd):
+        screen.scan(data)
+        modes.scan(data, 10)
+    assert b"u" not in screen.restore(False) or odd[-1:] == b"h"
+
+
 def test_what_was_kept_asks_a_terminal_nothing() -> None:
     questions = [b"\x1b[c", b"\x1b[>0c", b"\x1b[6n", b"\x1b[?996n", b"\x1b[?u", b"\x1b[>q",
                  b"\x1b[?2026$p", b"\x1b]11;?\x07", b"\x1b]4;1;?\x1b\\", b"\x1bP+q544e\x1b\\",

@@ -104,10 +104,21 @@ def test_git_works_in_a_linked_worktree(worktree: Worktree, git_image: list[str]
     worktree.host(worktree.top, "gc", "-q")
     again = worktree.run(name, "-x", "git", "log", "--format=%s", "-1")
     assert (again.stdout, again.stderr) == ("four\n", "")
+    # What is mounted of the repository may have been turned meanwhile: see start_session().
     worktree.engine.run("stop", "-t", "0", name)
+    again = worktree.run(name, "-x", "true")
+    assert again.returncode == 125 and f"sandbox recreate {name}" in again.stderr
+    assert worktree.engine.sandbox("recreate", name).returncode == 0
     again = worktree.run(name, *AS_AGENT, "-x",
                          "git commit -q --allow-empty -m five; git log --format=%s -1")
     assert (again.stdout, again.returncode) == ("five\n", 0), again.stderr
+
+
+def test_a_configuration_that_is_no_file_makes_nobody_wait(worktree: Worktree, name: str) -> None:
+    worktree.host(worktree.top, "config", "extensions.worktreeConfig", "true")
+    os.mkfifo(worktree.admin / "config.worktree")
+    ran = worktree.run(name, "-x", "true")
+    assert ran.returncode and "config.worktree" in ran.stderr
 
 
 def test_the_persons_stashes_stay(worktree: Worktree, git_image: list[str], name: str) -> None:

@@ -547,6 +547,14 @@ def test_a_holder_that_lies_harms_its_terminal_alone(service: Service, name: str
 
 
 @docker_only
+def test_a_client_that_stays_after_what_is_no_frame_is_ended(service: Service, name: str) -> None:
+    service.create(name)
+    lie(service, name, b"XXXXXXXX", "trap '' HUP TERM; sleep 1000")
+    with service.terminal(name) as screen:
+        assert screen.message("exit")["type"] == "exit"
+
+
+@docker_only
 def test_a_holder_that_goes_back_starts_its_viewers_anew(service: Service, name: str) -> None:
     service.create(name)
     lie(service, name, frame(b"h", b"10 24 80 0") + frame(b"o", b"abc"),

@@ -1,6 +1,6 @@
 # Runs before every command: $1 rows (0 without a terminal), $2 columns, then the command. With
-# `hold` for the rows that is a python3 which holds the terminal itself: see hold.py, whose frame `n`
-# says why that cannot be.
+# `hold` for the rows that is a python3 which holds the terminal itself: see hold.py, whose frame
+# `n` says why that cannot be.
 n=0
 until [ -e /run/sandbox-ready ]; do
   n=$((n+1))

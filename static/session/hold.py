@@ -155,7 +155,8 @@ class Modes:
         elif kind == b">u":
             self.keep(b"kitty %d" % sum(name[:5] == b"kitty" for name in self.set), sequence, end)
         elif kind == b"<u":
-            for name in [name for name in self.set if name[:5] == b"kitty"][-int(numbers or 1) :]:
+            count = int(numbers.partition(b";")[0][:3] or 1)
+            for name in [name for name in self.set if name[:5] == b"kitty"][-count:]:
                 del self.set[name]
 
     def keep(self, name: bytes, sequence: bytes, end: int) -> None:
