@@ -2431,7 +2431,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     """Raise SandboxError when parts of a specification do not go together."""
     if spec["ports"] and spec["network"] != "open":
         raise SandboxError(f"ports cannot be published with {shown(spec['network'])} as network",
-                           "use --net open or no -p", 125)
+                           "use --net open or no -p (recreate: -p '')", 125)
     for target in mount_targets(spec):
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}",
@@ -2529,14 +2529,19 @@ def recreate_command(session: Session, flags: Layer, profile: str | None) -> str
             words += each(key.flags[0], dict.fromkeys([*kept.get(name, ()), *value]))
         elif key.fixed or name == "runtime":
             words += [key.flags[0], str(value)]
+    if flags.values.get("network", "open") != "open" and "ports" not in flags.values:
+        words += ["-p", ""] if kept.get("ports") else []  # they do not go together
     return quote_all(words)
 
 
 def recreate_session(engine: Engine, session: Session, config: Config, flags: Layer,
-                     spec: Mapping[str, Any]) -> Session:
+                     spec: Mapping[str, Any],
+                     settings: Callable[[], dict[str, Any]] | None = None) -> Session:
     """Create a session anew from a recreation(), with its home; where that fails the old container
-    is there, stopped.
+    is there, stopped. What `settings` gives takes the place of those that it has.
     """
+    import signal
+
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
@@ -2563,7 +2568,17 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
                 renew_home(engine, home, image, before)
         remove_home(engine, home)  # a new one: nobody uses it
         raise
-    remove_container(engine, session)
+    # From here on the new one counts, and a signal would leave half of each.
+    before_signals = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+    try:
+        if settings:
+            with lock_settings(session.name):
+                if (wanted := settings()) != read_settings(session.name):
+                    write_settings(session.name, wanted)
+        remove_container(engine, session)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
     for id in recorded_terminals(session.name):
         forget_terminal(session.name, id)
     return fresh
@@ -2780,11 +2795,21 @@ def find_given(engines: Sequence[Engine], name: str, command: str,
 
 def remove_session(engine: Engine, session: Session) -> None:
     """Remove a container of ours, its volumes, its settings and its jobs."""
+    follow_rename(engine, session)  # or another session would lose its files
     with suppress(OSError):  # first: this tells others who end with it, see check_removed()
         os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
     remove_home(engine, session.home)
     forget_files(session.name)
+
+
+def follow_rename(engine: Engine, session: Session) -> None:
+    """Take the name that a session has by now; no call of the engine where it is still known so."""
+    known = recall([engine], session.name)
+    if session.id and not (known and known[1].id == session.id):
+        status, out, _ = Output(engine.inspect_argv(session.id)).result()
+        if not status:
+            session.name = engine.read_inspected(out)[1]
 
 
 def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
@@ -4265,7 +4290,9 @@ def run_held(engine: Engine, session: Session, request: RunRequest, command: Seq
 def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> int:
     """The status of what ran on a terminal. Raises Left when it runs on, and CannotHold."""
     if held.left:
-        raise Left(f"left {session.name}; to come back: sandbox attach {session.name}",
+        follow_rename(engine, session)
+        one = f" {tag}" if len(recorded_terminals(session.name)) > 1 else ""
+        raise Left(f"left {session.name}; to come back: sandbox attach {session.name}{one}",
                    code=held.code)
     if held.refused:
         raise cannot_hold(session, tag, held.refused, held.code)
@@ -4577,6 +4604,10 @@ def choose_session(args: argparse.Namespace) -> None:
     here = [] if config.get("containerName") else sessions_here(config, args)[:OFFERED]
     about = [f"{row['name']} ({row['labels'].get('sandbox.agent') or 'no agent'}, {row['state']}, "
              f"of {local_time(row['created'])})" for row in here]
+    for row in here:
+        if row["state"] == "running" and (left := recorded_terminals(row["name"])):
+            say(f"{row['name']} may still run {'; '.join(one['what'] for one in left.values())}; "
+                f"to go back to it: sandbox attach {row['name']}")
     if len(here) == 1:
         question = f"Go on in {about[0]}? [Y/n] "
     else:
@@ -4677,6 +4708,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
+        if asks:
+            follow_rename(engine, session)
         again = (ask_next_command(request, engine, session, command, status) if asks
                  else None)
         if again is None:
@@ -4804,7 +4837,11 @@ def cmd_stop(args: argparse.Namespace) -> int:
 def cmd_start(args: argparse.Namespace) -> int:
     def start(engine: Engine, session: Session) -> None:
         start_session(engine, session)
-        config = session_config(session)
+        try:
+            config = session_config(session)
+        except SandboxError as error:  # it runs, and the first command starts the script
+            report(error)
+            return
         if config.get("autostart"):  # the first command starts it: see static/session/exec.sh
             spec, _ = session.created()
             argv = exec_argv(engine, session, spec["workdir"], random_id(), ["true"])
@@ -4989,11 +5026,8 @@ def cmd_recreate(args: argparse.Namespace) -> int:
         check_recreation(session, spec)
     if not (args.in_use or may_remove(engine, session, what="Create its container anew")):
         raise SandboxError(f"{session.name} was left as it is")
-    with_remedies(partial(recreate_session, engine, session, config, kept, spec), args.yes)
-    with lock_settings(session.name):
-        settings = settings_beside(session, flags)
-        if settings != read_settings(session.name):
-            write_settings(session.name, settings)
+    with_remedies(partial(recreate_session, engine, session, config, kept, spec,
+                          partial(settings_beside, session, flags)), args.yes)
     print(session.name)
     return 0
 
@@ -5478,7 +5512,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "only": ("", {"nargs": "?", "metavar": "NAME",
                   "help": "list the terminals and jobs of this container"}),
     "id": ("", {"nargs": "?", "metavar": "ID",
-                "help": "of a terminal or a job, as ps NAME prints it; default: the newest"}),
+                "help": "of a terminal, for logs also of a job, as ps NAME prints it; default: "
+                        "the newest"}),
     "copied": ("", {"metavar": "SOURCE", "help": "what is copied: a path, or NAME:PATH"}),
     "target": ("", {"metavar": "TARGET", "help": "where to: NAME:PATH, or a path"}),
     "shell": ("", {"choices": ("bash", "zsh", "fish"),
