@@ -4289,8 +4289,8 @@ def run_held(engine: Engine, session: Session, request: RunRequest, command: Seq
 
 def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> int:
     """The status of what ran on a terminal. Raises Left when it runs on, and CannotHold."""
+    follow_rename(engine, session)
     if held.left:
-        follow_rename(engine, session)
         one = f" {tag}" if len(recorded_terminals(session.name)) > 1 else ""
         raise Left(f"left {session.name}; to come back: sandbox attach {session.name}{one}",
                    code=held.code)
