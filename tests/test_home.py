@@ -328,6 +328,24 @@ def test_a_session_with_another_name_is_the_same(engine: Engine, project: Path, 
     assert not list(home.rglob(f"{other}*"))
 
 
+def test_an_open_run_follows_a_rename(engine: Engine, name: str) -> None:
+    """What it prints and removes is not that of the session that has its first name by then."""
+    other = f"{name}-other"
+    with engine.pty("run", "-n", name) as terminal:
+        terminal.send("echo rea''dy\n")
+        terminal.expect("ready")
+        assert engine.sandbox("rename", name, other).returncode == 0
+        assert engine.sandbox("run", "-n", name, "-d", "-x", "sleep 1000").returncode == 0
+        terminal.send("exit\n")
+        terminal.expect(f"the container {other} is still there")
+        terminal.expect("Keep it?")
+        terminal.send("n\n")
+        assert terminal.process.wait(30) == 0
+    assert engine.sandbox("ps", "-q").stdout.split().count(other) == 0
+    assert "sleep 1000" in engine.sandbox("ps", name).stdout
+    engine.sandbox("rm", "-f", name)
+
+
 @docker_only
 def test_a_job_ends_in_the_session_that_was_renamed(service: Service, name: str) -> None:
     engine, other = service.engine, f"{name}-other"
