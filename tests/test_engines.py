@@ -882,12 +882,17 @@ def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name:
 def test_a_run_that_cannot_start_leaves_nothing(
     engine: Engine, project: Path, name: str, flags: list[str], message: str
 ) -> None:
-    before = engine.run("network", "ls").stdout, engine.run("volume", "ls").stdout
+    def unused() -> set[str]:  # sessions of other tests come and go meanwhile
+        listed = engine.run("volume", "ls", "-q", "--filter", "dangling=true").stdout.split()
+        return {volume for volume in listed if volume.startswith("sandbox-")}
+
+    networks, before = engine.run("network", "ls").stdout, unused()
     answer = engine.sandbox("run", "-n", name, *flags, "-x", "echo ran")
     assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
     assert message in answer.stderr
     assert name not in container_names(engine)
-    assert (engine.run("network", "ls").stdout, engine.run("volume", "ls").stdout) == before
+    assert engine.run("network", "ls").stdout == networks
+    wait_for(lambda: unused() <= before)
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def test_every_way_starts_the_supervisor_of_a_job(way: Way, tmp_path: Path) -> N
 import sandbox_web
 sandbox_web.write_job({folder!r}, {{}})
 sandbox_web.start_supervisor({args!r}, "echo out")"""])
-    wait_for(Path(folder, "status").read_text().strip)
+    wait_for(lambda: Path(folder, "status").read_text().strip())
     assert Path(folder, "output").read_text() == "out\n"
 
 

@@ -361,7 +361,8 @@ def test_an_orderly_end_of_the_server_detaches(service: Service, name: str) -> N
         service.process.terminate()
         assert service.process.wait(30) == 0
         service.process.end()
-    assert not [pid for pid in clients if Path(f"/proc/{pid}").exists()]
+    # Whoever has adopted the last one takes note of its end a moment later.
+    wait_for(lambda: not [pid for pid in clients if Path(f"/proc/{pid}").exists()])
     service.start()
     with service.terminal(name, f"id={screen.hello['id']}&from={screen.seq}") as screen:
         screen.type("\x03")
