@@ -288,10 +288,16 @@ def supervisor_of(service: Service, job: Any) -> int:
             return folder in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return False
 
-    pids = filter(has_folder, map(int, filter(str.isdigit, os.listdir("/proc"))))
-    # Until it has become the engine's client, its child is another of that command line.
-    (pid,) = (pid for pid in pids if os.getsid(pid) == pid)
-    return pid
+    def leaders() -> list[int]:
+        pids = filter(has_folder, map(int, filter(str.isdigit, os.listdir("/proc"))))
+        with suppress(ProcessLookupError):  # the process that has started it ends meanwhile
+            return [pid for pid in pids if os.getsid(pid) == pid]
+        return []
+
+    # It leads a session a moment after the answer; until it has become the engine's client, its
+    # child is another of that command line.
+    (pid,) = wait_for(leaders)
+    return int(pid)
 
 
 def supervised(folder: Path, limit_bytes: int, *command: str, options: Any = ()) -> Any:
