@@ -179,6 +179,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text.replace("\t", " "))
 
 
+def one_line(text: str) -> str:
+    return printable(text).replace("\n", "?")
+
+
 def say(message: str) -> None:
     """Talk to the person, on standard error; some of the words are those of others."""
     print(f"sandbox: {printable(message)}", file=sys.stderr, flush=True)
@@ -3446,8 +3450,10 @@ class RunRequest:
             if within(self.spec["directory"], have["directory"]) is None:
                 say(f"{session.name} works on {have['directory']}; "
                     f"{self.spec['directory']} is not mounted in it")
-            self.spec.update({key: have[key] for key in ("directory", "workdir")})
-        self.spec["git"] = git_of(self.spec)
+            place = {key: have[key] for key in ("directory", "workdir")}
+            if any(self.spec[key] != value for key, value in place.items()):
+                self.spec.update(place)
+                self.spec["git"] = git_of(self.spec)
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
         again = partial(recreate_command, session, self.flags, self.args.profile)
         check_isolation(session, have.get("network"), self.spec["network"], again)
@@ -4164,7 +4170,7 @@ class Attachment:
 
     def obey(self, kind: bytes, content: bytes) -> None:
         if kind == b"n":
-            self.refused = printable(content.decode(errors="replace")).replace("\n", "?")[:200]
+            self.refused = one_line(content.decode(errors="replace"))[:200]
         elif kind == b"h":
             replaying = self.kept and (not self.heard or self.position < self.until)
             self.position, _, _, end = numbers_of(content)
@@ -4334,7 +4340,7 @@ def start_held(engine: Engine, session: Session, request: RunRequest, command: S
     status, out, err = Output(argv, LONG_SECONDS, environ).result(FRAME_BYTES)
     with suppress(ValueError):
         for _, reason in Frames().feed(out.encode()):
-            words = printable(reason.decode(errors="replace")).replace("\n", "?")[:200]
+            words = one_line(reason.decode(errors="replace"))[:200]
             raise cannot_hold(session, tag, words, status)
     sys.stderr.write(err)
     if status:
@@ -4369,6 +4375,13 @@ def record_terminal(name: str, id: str, what: str) -> None:
 def forget_terminal(name: str, id: str) -> None:
     with suppress(OSError):
         os.unlink(os.path.join(terminals_path(name), id))
+
+
+def forget_lost(name: str, records: Mapping[str, Mapping[str, Any]], known: Container[str]) -> None:
+    """Forget the recorded terminals that are not known, unless one is just being started."""
+    for id, record in records.items():
+        if id not in known and time.time() - record["since"] > STARTUP_SECONDS:
+            forget_terminal(name, id)
 
 
 def recorded_terminals(name: str) -> dict[str, dict[str, Any]]:
@@ -5074,9 +5087,7 @@ def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, st
     for name, (records, output) in asked.items():
         with suppress(EngineProblem):
             held = [held for held in read_terminals(output) if held.runs]
-            for id in records.keys() - {terminal.id for terminal in held}:
-                if time.time() - records[id]["since"] > STARTUP_SECONDS:  # or it is being started
-                    forget_terminal(name, id)
+            forget_lost(name, records, {terminal.id for terminal in held})
             running[name] = [{"id": terminal.id, "what": terminal.title,
                               "since": iso_seconds(terminal.started)} for terminal in held]
     return running
@@ -5137,7 +5148,7 @@ def print_columns(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> 
         short = {name: "" if value is None else str(value) for name, value in row.items()}
         for name in {"created", "started", "ended"} & row.keys():
             short[name] = local_time(short[name])
-        table.append([printable(short[c]).replace("\n", "?") or "-" for c in columns])
+        table.append([one_line(short[c]) or "-" for c in columns])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(map(str.ljust, line, widths)).rstrip())

@@ -30,7 +30,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
     terminals: hold_argv attach_argv hold_environ frame Frames numbers_of Held list_terminals
         record_terminal forget_terminal recorded_terminals title_of agent_of cannot_hold
-        is_unheld STARTUP_SECONDS
+        is_unheld forget_lost
     processes: spawn wait_for Output end_on_signals
     people: say report Step Remedy with_remedies install_commands news notify
 """
@@ -2859,9 +2859,7 @@ def held_terminals(name: str) -> tuple[Session | None, list[sandbox.Held]]:
     if session.state != "running":
         return None, []
     rows = {row.id: row for row in sandbox.list_terminals(engine, session)}
-    for id, record in records.items():
-        if id not in rows and time.time() - record["since"] > sandbox.STARTUP_SECONDS:
-            sandbox.forget_terminal(name, id)
+    sandbox.forget_lost(name, records, rows)
     return session, [row for row in rows.values() if row.runs or row.id in records]
 
 

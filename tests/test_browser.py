@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -36,6 +37,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, service: Service) -> Iterator[Page]:
+    with watched(browser, service) as page:
+        yield page
+
+
+@contextmanager
+def watched(browser: Browser, service: Service) -> Iterator[Page]:
     """A page that is logged in, and in the end has neither complained nor asked another host."""
     page = browser.page()
     page.call("Network.clearBrowserCookies")

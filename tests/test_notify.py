@@ -12,7 +12,7 @@ from browser import Browser, Page, chromium
 from conftest import PYTHON, Engine, write_config
 from fuzz import AGENTS, STREAMS, streams
 from service import Service, wait_for
-from test_browser import log_in, open_screen, permit
+from test_browser import open_screen, permit, watched
 
 import sandbox
 from sandbox_web import Calls, last_words
@@ -338,13 +338,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, service: Service) -> Iterator[Page]:
-    page = browser.page()
-    page.call("Network.clearBrowserCookies")
-    log_in(page, service)
-    yield page
-    page.settle()
-    page.close()
-    assert not page.errors
+    with watched(browser, service) as page:
+        yield page
 
 
 def watch_desktop(page: Page) -> None:

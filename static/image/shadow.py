@@ -84,13 +84,13 @@ RISKS = (
     (r"\.git/(?:.*/)?info/attributes|\.gitattributes", "tells git which filters to run"),
     (r"\.git/(?:.*/)?(?:commondir|gitdir|alternates|worktrees/.*)|\.git",
      "tells git to use another repository, with its configuration"),
-    (r"\.git/(?:index|(?:.*/)?(?:HEAD|ORIG_HEAD|FETCH_HEAD|packed-refs|(?:refs|logs|objects|info)/.*|hooks/.*\.sample"
-     r"|COMMIT_EDITMSG|index|description))", ""),
+    (r"\.git/(?:index|(?:.*/)?(?:HEAD|ORIG_HEAD|FETCH_HEAD|packed-refs"
+     r"|(?:refs|logs|objects|info)/.*|hooks/.*\.sample|COMMIT_EDITMSG|index|description))", ""),
     (r"\.git/.*", "git may obey it"),
     (r"\.gitmodules", "names repositories that git fetches and checks out"),
     (r"\.gitconfig|\.lfsconfig|HEAD", "git may take its directory or its settings from it"),
-    (r"\.vscode/.*|.*\.code-workspace|\.idea/.*|\.fleet/.*|\.zed/.*|\.vs/.*|\.cursor/.*|\.windsurf/.*",
-     "an editor runs tasks and takes programs from it"),
+    (r"\.vscode/.*|.*\.code-workspace|\.idea/.*|\.fleet/.*|\.zed/.*|\.vs/.*|\.cursor/.*"
+     r"|\.windsurf/.*", "an editor runs tasks and takes programs from it"),
     (r"\.exrc|\.n?vimrc|\.nvim\.lua|\.lvimrc|\.dir-locals\.el|\.sublime-project|\.projectile",
      "an editor executes it when the directory is opened"),
     (r"\.envrc|\.env\.(?:sh|zsh)|\.autoenv|\.?mise\.toml|\.tool-versions|\.in|\.out|flake\.nix"
@@ -113,8 +113,8 @@ RISKS = (
      r"|Gemfile|.*\.gemspec|Package\.swift|mix\.exs|binding\.gyp", "installing or testing runs it"),
     (r"\.npmrc|\.yarnrc.*|\.yarn/.*|\.pnpmfile\.c?js|\.?pip\.conf|\.bundle/.*|\.condarc|uv\.toml",
      "a package manager takes sources and programs from it"),
-    (r"\.pre-commit-(?:config|hooks)\.yaml|\.?lefthook.*\.(?:ya?ml|toml|json)|\.husky/.*|\.overcommit\.yml"
-     r"|\.lintstagedrc.*", "runs when one commits"),
+    (r"\.pre-commit-(?:config|hooks)\.yaml|\.?lefthook.*\.(?:ya?ml|toml|json)|\.husky/.*"
+     r"|\.overcommit\.yml|\.lintstagedrc.*", "runs when one commits"),
     (r"[^/]*\.config\.[cm]?[jt]s|\.?(?:eslint|prettier|babel|stylelint|mocha)rc\.[cm]?js|gulpfile.*"
      r"|Gruntfile.*|\.eslintrc.*|\.rubocop\.yml|\.pylintrc",
      "a tool executes it to configure itself"),
