@@ -2007,14 +2007,16 @@ def ask_person(text: str) -> str:
 class Session:
     """A container as its labels describe it; `id` is the engine's, '' before there is one.
 
-    `process` is mark_of() its first process, None for unknown.
+    `process` is mark_of() its first process, None for unknown. `ours` is the id of the container
+    that this host has noted to have made, see remember(). Anyone can give a container labels, and
+    an image brings its own: where they are not ours nothing of the host follows from them.
     """
 
     def __init__(self, name: str, state: str, labels: Mapping[str, str], id: str = "") -> None:
         self.name, self.state, self.labels, self.id = name, state, labels, id
         self.process: str | None = None
+        self.ours = ""
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
-        self.profile = labels.get("sandbox.profile", "")
         self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
         # The name of its proxy and of the volume that both mount; '' without an allowlist.
         proxied = labels.get("sandbox.network") == "allow"
@@ -2026,8 +2028,17 @@ class Session:
         ours = home.startswith(HOME_VOLUME) and is_plain(home.removeprefix(HOME_VOLUME), "")
         self.home = home if ours else ""
 
+    @property
+    def is_ours(self) -> bool:
+        return self.ours == self.id
+
+    @property
+    def profile(self) -> str:
+        return self.labels.get("sandbox.profile", "") if self.is_ours else ""
+
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What it was created from, and the settings that came from flags or name its agent.
+        """What it was created from, and the settings that came from flags or name its agent; none
+        where it is not ours.
 
         Raises BrokenSession: anyone can give a container labels with our names.
         """
@@ -2035,7 +2046,8 @@ class Session:
             data = parse_json(self.labels["sandbox.created"])
             spec = {"directory": "/", "workdir": "/", **data["spec"]}
             check_created(spec, self.labels)
-            return spec, Layer(data["flags"], "created").values
+            kept = Layer(data["flags"], "created").values
+            return spec, kept if self.is_ours else {}
         except (KeyError, TypeError, ValueError, AttributeError, SandboxError):
             message = f"the labels of the container {self.name} are not those of a whole session"
             raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
@@ -2043,7 +2055,8 @@ class Session:
     def variables(self) -> list[str]:
         """The variables that -e gave it at its creation, without their values: Layer.variables."""
         self.created()  # raises
-        names = parse_json(self.labels["sandbox.created"]).get("variables")
+        data = parse_json(self.labels["sandbox.created"]) if self.is_ours else {}
+        names = data.get("variables")
         return [name for name in names if is_text(name)] if isinstance(names, list) else []
 
 
@@ -2174,14 +2187,19 @@ def memory_path(engine: Engine, name: str) -> str:
 
 
 def remember(engine: Engine, session: Session) -> None:
-    """Note what is known of a session; that the note cannot be written does not matter."""
+    """Note what is known of a session; where the note cannot be written it is not taken for ours.
+
+    One that an earlier version has written is of a session that the person has used.
+    """
     known = recall([engine], session.name)
-    if known and (known[1].id, known[1].process) == (session.id, session.process):
-        return
+    if known:
+        session.ours = session.ours or known[1].ours
+        if (known[1].id, known[1].process) == (session.id, session.process):
+            return
     with suppress(FileError):
         write_private(memory_path(engine, session.name),
                       to_json({"id": session.id, "labels": session.labels,
-                               "process": session.process}))
+                               "process": session.process, "ours": session.ours}))
 
 
 def look_next_time(engine: Engine, session: Session) -> None:
@@ -2195,7 +2213,7 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = read_json(memory_path(engine, name))
             session = Session(name, "running", data["labels"], data["id"])
-            session.process = data.get("process")
+            session.process, session.ours = data.get("process"), data.get("ours", data["id"])
             return engine, session
     return None
 
@@ -2475,7 +2493,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     limited = any(config.is_given(key.name) for key in limits())
     if limited and err.strip():
         say(err.strip())  # the engine warns that it cannot enforce a limit
-    session.id = out.strip()
+    session.id = session.ours = out.strip()
     remember(engine, session)
     if note := git_note(spec):
         say(note)
@@ -2491,6 +2509,9 @@ def recreation(session: Session, flags: Layer,
     """
     have, kept = session.created()
     check_owner(session)
+    if not session.is_ours and "hostPath" not in flags.values:
+        raise SandboxError(f"{session.name} was not made from here: its labels do not say what is "
+                           "mounted", "say it with --hp DIR, and all else that it is to have", 125)
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
@@ -2516,7 +2537,8 @@ def check_recreation(session: Session, spec: Mapping[str, Any]) -> None:
     check_spec(spec)
     # A link in a path may lead to an engine's socket by now.
     have, _ = session.created()
-    if (spec["sources"], spec["git"]) != (have.get("sources"), have.get("git")):
+    known = session.is_ours and (have.get("sources"), have.get("git"))
+    if (spec["sources"], spec["git"]) != known:
         check_mounts(spec)
 
 
@@ -2890,7 +2912,9 @@ def rename_session(engine: Engine, session: Session, name: str) -> None:
             raise FileError(path_of(name), error) from None
         with suppress(OSError):
             os.unlink(memory_path(engine, session.name))
-        remember(engine, Session(name, session.state, session.labels, session.id))
+        renamed = Session(name, session.state, session.labels, session.id)
+        renamed.ours = session.ours
+        remember(engine, renamed)
     with suppress(OSError):
         os.unlink(f"{settings_path(session.name)}.lock")
 
@@ -3444,6 +3468,9 @@ class RunRequest:
         """Take profile, flags and directory from a session, and say in what it differs."""
         have, _ = session.created()
         check_owner(session)
+        if not session.is_ours:
+            say(f"{session.name} was not made from here: the profile, env files, variables and "
+                "agent that its labels name are not taken")
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
         if not self.config.is_given("hostPath"):
@@ -4640,12 +4667,16 @@ OFFERED = 20  # sessions; `ps` shows all
 def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The sessions that a run with this configuration may go on in, the newest first."""
     found, data, flags = [], read_config(), flags_layer(args)
-    for row in list_containers(candidates(config))[1]:
-        session = Session(row["name"], row["state"], row["labels"])
+    engine, rows = list_containers(candidates(config))
+    for row in rows:
+        known = recall([engine], row["name"])
+        if not known or known[1].labels["sandbox.session"] != row["labels"]["sandbox.session"]:
+            continue  # another container has the name now
+        session = known[1]
         with suppress(SandboxError):  # broken, or with another network than is asked for
             have, _ = session.created()
-            ours = session.user.split(":")[0] in ("0", str(os.getuid())) and not is_proxy(row)
-            if ours and have["directory"] == config.get("hostPath"):
+            mine = session.user.split(":")[0] in ("0", str(os.getuid()))
+            if session.is_ours and mine and have["directory"] == config.get("hostPath"):
                 want = session_config(session, None, flags, args.profile, data).get("network")
                 check_isolation(session, have["network"], want, str)
                 found.append(row)
