@@ -32,6 +32,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from typing import Any, NoReturn
 
 __version__ = "0.1.0"
@@ -1111,21 +1112,26 @@ class Step:
     (--verbose) the output passes through instead.
     """
 
-    def __init__(self, title: str, number: int = 1, total: int = 1, undone: str = "") -> None:
-        """`undone` says what an interruption leaves behind: nothing, most often."""
+    def __init__(self, title: str, number: int = 1, total: int = 1, undone: str = "",
+                 ended_by: Sequence[str] = ()) -> None:
+        """`undone` says what an interruption leaves behind: nothing, most often. `ended_by` is a
+        command that ends it where a signal to the process may not.
+        """
         self.head = f"[{number}/{total}] {title}"
+        self.ended_by = ended_by
         self.title, self.undone, self.log = title, undone, ""
         self.tail: list[str] = []  # the last lines of the output
         self.began = self.drawn = 0.0  # monotonic; 0 where no block is shown
         self.live = os.isatty(2) and os.environ.get("TERM") not in (None, "", "dumb")
 
     def run(self, argv: Sequence[str], env: Mapping[str, str] | None = None,
-            silent_seconds: float = 0) -> None:
+            silent_seconds: float = 0, seconds: float = 0) -> None:
         """Run the command; where it takes no longer than `silent_seconds` nothing is said.
 
-        Raises SandboxError when it fails or cannot be started.
+        Raises SandboxError when it fails, cannot be started or takes longer than `seconds`.
         """
         self.began = time.monotonic()
+        self.deadline = self.began + seconds if seconds else 0.0
         if os.environ.get("SANDBOX_VERBOSE"):
             say(self.head)
             status = call(argv, env)
@@ -1159,6 +1165,8 @@ class Step:
                         with suppress(OSError):  # a full disk is told by what fills it
                             log.write(data)
                         self.note(data.decode(errors="replace"))
+                    if self.deadline and time.monotonic() > self.deadline:
+                        raise SandboxError(f"{self.title} takes too long", NO_ROOM_HINT, 125)
                     self.draw()
             return wait_for(pid)
         except FileNotFoundError:
@@ -1166,6 +1174,8 @@ class Step:
             raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}",
                                125) from None
         except BaseException:
+            if pid and self.ended_by:
+                Output(self.ended_by, LONG_SECONDS).result()
             if pid:
                 terminate(pid)
             self.wipe()
@@ -1576,9 +1586,17 @@ class Engine:
         return None
 
     def try_argv(self, image: str, command: Sequence[str], network: str = "open",
-                 volumes: Sequence[str] = ()) -> list[str]:
-        """Runs a command as root in a new container of an image, and removes that."""
-        return [self.name, "run", "--rm", "--init", "--pull", "never", "--user", "0:0",
+                 volumes: Sequence[str] = (), name: str = "",
+                 capabilities: Sequence[str] | None = None) -> list[str]:
+        """Runs a command as root in a new container of an image, and removes that.
+
+        With `capabilities` these are all that it has, and only the volumes can be written.
+        """
+        closed = [] if capabilities is None else [
+            "--read-only", "--security-opt", "no-new-privileges", "--cap-drop", "ALL",
+            *each("--cap-add", capabilities)]
+        return [self.name, "run", "--rm", "--init", "--pull", "never", "--user", "0:0", *closed,
+                *(["--name", name] if name else []),
                 *(["--network", network] if network != "open" else []),
                 *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
@@ -2060,6 +2078,10 @@ class Session:
         return [name for name in names if is_text(name)] if isinstance(names, list) else []
 
 
+class Changed(SandboxError):
+    """A session that another command was quicker to change."""
+
+
 class NotASession(SandboxError):
     """A container that is none of our sessions: somebody else's, or the proxy of one."""
 
@@ -2112,18 +2134,63 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def lock_settings(name: str) -> Iterator[None]:
-    """Keep others from changing a session's settings, and from putting its rules in force."""
+def lock_file(path: str, *, shared: bool = False, waits: str = "",
+              needed: bool = False) -> Iterator[None]:
+    """Have a lock, together with all who have it shared; `waits` is said where it takes a while.
+
+    On a disk without room for it we go on without, unless it is needed: then FileError is raised.
+    """
     import fcntl
 
-    path = f"{settings_path(name)}.lock"
     try:
         make_private(os.path.dirname(path))
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise FileError(path, error) from None
-    with open(lock, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if needed:
+            raise FileError(path, error) from None
+        yield
+        return
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with open(lock, "rb") as file:
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waits:
+                say(waits)
+            fcntl.flock(file, how)
+        yield
+
+
+def lock_settings(name: str) -> AbstractContextManager[None]:
+    """Keep others from changing a session's settings, and from putting its rules in force."""
+    return lock_file(f"{settings_path(name)}.lock", needed=True)
+
+
+def lock_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "locks", name)
+
+
+def lock_homes(*, shared: bool = True) -> AbstractContextManager[None]:
+    """Keep `prune` from taking what is being made; it has this lock alone."""
+    return lock_file(lock_path("homes"), shared=shared,
+                     waits="waiting for another command that makes or removes sessions")
+
+
+def lock_container(session: Session) -> AbstractContextManager[None]:
+    return lock_file(lock_path(session.home or session.id),
+                     waits=f"waiting for another command that changes {session.name}")
+
+
+@contextmanager
+def lock_session(engine: Engine, session: Session) -> Iterator[None]:
+    """Keep others from removing, renaming or copying a session, and from making it anew.
+
+    Raises Changed where one of them was first and its container is gone.
+    """
+    with lock_container(session):
+        if not follow_rename(engine, session):
+            raise Changed(f"{session.name} was changed by another command at this moment",
+                          "sandbox ps shows what there is now")
         yield
 
 
@@ -2566,6 +2633,13 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     """Create a session anew from a recreation(), with its home; where that fails the old container
     is there, stopped. What `settings` gives takes the place of those that it has.
     """
+    with lock_session(engine, session), lock_homes():
+        return replace_container(engine, session, config, flags, spec, settings)
+
+
+def replace_container(engine: Engine, session: Session, config: Config, flags: Layer,
+                      spec: Mapping[str, Any],
+                      settings: Callable[[], dict[str, Any]] | None) -> Session:
     import signal
 
     image, before = present_image(engine, config), image_of(engine, session)
@@ -2646,29 +2720,43 @@ def new_home() -> str:
     return HOME_VOLUME + random_id()
 
 
-def home_argv(engine: Engine, image: str, home: str, *words: str, source: str = "") -> list[str]:
+HOME_SECONDS = 3600  # for a step on a home; what runs there may be the image of anybody
+HOME_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID")  # of who keeps owners and modes
+
+
+def home_argv(engine: Engine, image: str, home: str, *words: str, source: str = "",
+              name: str = "") -> list[str]:
     """The engine call for a step of static/session/home.sh on a home that no container uses."""
     volumes = [f"{home}:/run/sandbox-home", *([f"{source}:/run/sandbox-from:ro"] if source else ())]
     script = asset("session/home.sh").decode()
-    return engine.try_argv(image, ["sh", "-c", script, "sandbox", *words], "none", volumes)
+    return engine.try_argv(image, ["sh", "-c", script, "sandbox", *words], "none", volumes, name,
+                           HOME_CAPABILITIES)
 
 
-def copy_home_argv(engine: Engine, session: Session, home: str) -> list[str]:
+def copy_home_argv(engine: Engine, session: Session, home: str, name: str = "") -> list[str]:
     """The engine call that copies the home of a session to a new one."""
     return home_argv(engine, image_of(engine, session), home, "copy", "/run/sandbox-from",
-                     source=session.home)
+                     source=session.home, name=name)
+
+
+def home_step(title: str, engine: Engine, argv_of: Callable[[str], list[str]]) -> None:
+    """Carry a step out, in a container of this name. Raises SandboxError."""
+    name = f"sandbox-step-{random_id()}"
+    Step(title, ended_by=engine.argv("remove", name)).run(
+        argv_of(name), silent_seconds=1, seconds=HOME_SECONDS)
 
 
 def copy_home(engine: Engine, session: Session, home: str) -> None:
     """Copy what a session has in its home, and nothing of what is mounted there, to a new one."""
-    step = Step(f"copy the home of {session.name}")
+    title = f"copy the home of {session.name}"
     if session.home:
-        step.run(copy_home_argv(engine, session, home), silent_seconds=1)
+        home_step(title, engine, partial(copy_home_argv, engine, session, home))
         return
     # A session of before there were volumes: its home is in the container itself.
     made = engine.ask(engine.argv("commit", session.id), LONG_SECONDS).split()[-1]
     try:
-        step.run(home_argv(engine, made, home, "copy", CONTAINER_HOME), silent_seconds=1)
+        home_step(title, engine, lambda name: home_argv(engine, made, home, "copy",
+                                                        CONTAINER_HOME, name=name))
     finally:
         Output(engine.argv("remove-image", made), LONG_SECONDS).result()
 
@@ -2681,10 +2769,11 @@ def renew_home(engine: Engine, home: str, before: str, image: str,
     if before == image and not left:
         return
     if before:
-        Output(home_argv(engine, before, home, "drop", CONTAINER_HOME, *left),
-               LONG_SECONDS).result()
-    Step("renew the home").run(home_argv(engine, image, home, "fill", CONTAINER_HOME),
-                               silent_seconds=1)
+        with suppress(SandboxError):  # what it leaves there is too much, and no more
+            home_step("clear the home", engine, lambda name: home_argv(
+                engine, before, home, "drop", CONTAINER_HOME, *left, name=name))
+    home_step("renew the home", engine,
+              lambda name: home_argv(engine, image, home, "fill", CONTAINER_HOME, name=name))
 
 
 def left_places(session: Session, spec: Mapping[str, Any]) -> list[str]:
@@ -2705,8 +2794,10 @@ def duplicate_home(engine: Engine, session: Session, config: Config,
     """A new home with what a session has in its own, for a container of this specification."""
     image, home = present_image(engine, config), new_home()
     try:
-        copy_home(engine, session, home)
-        renew_home(engine, home, image_of(engine, session), image, left_places(session, spec))
+        with lock_session(engine, session):
+            copy_home(engine, session, home)
+            before = image_of(engine, session)
+        renew_home(engine, home, before, image, left_places(session, spec))
     except BaseException:
         remove_home(engine, home)
         raise
@@ -2814,28 +2905,37 @@ def find_given(engines: Sequence[Engine], name: str, command: str,
     """The session that a command was given by its name. Raises SandboxError where there is none."""
     Layer({"containerName": name}, "check", f"{command}: ")
     engine, session = find_session(engines, name)
+    known = None if session else recall([engine], name)
+    if known and known[1].home:  # it may be that it is just made anew
+        with lock_container(known[1]):
+            engine, session = find_session(engines, name)
     if session is None:
         raise SandboxError(f"there is no container {name}", "sandbox ps lists them", code)
     return engine, session
 
 
 def remove_session(engine: Engine, session: Session) -> None:
-    """Remove a container of ours, its volumes, its settings and its jobs."""
-    follow_rename(engine, session)  # or another session would lose its files
-    with suppress(OSError):  # first: this tells others who end with it, see check_removed()
-        os.unlink(memory_path(engine, session.name))
-    remove_container(engine, session)
-    remove_home(engine, session.home)
-    forget_files(session.name)
+    """Remove a container of ours, its volumes, its settings and its jobs. Raises Changed."""
+    with lock_session(engine, session):
+        with suppress(OSError):  # first: this tells others who end with it, see check_removed()
+            os.unlink(memory_path(engine, session.name))
+        remove_container(engine, session)
+        remove_home(engine, session.home)
+        forget_files(session.name)
 
 
-def follow_rename(engine: Engine, session: Session) -> None:
-    """Take the name that a session has by now; no call of the engine where it is still known so."""
+def follow_rename(engine: Engine, session: Session) -> bool:
+    """Take the name that a session has by now; whether its container is there.
+
+    No call of the engine where it is still known so.
+    """
     known = recall([engine], session.name)
     if session.id and not (known and known[1].id == session.id):
-        status, out, _ = Output(engine.inspect_argv(session.id)).result()
+        status, out, err = Output(engine.inspect_argv(session.id)).result()
         if not status:
             session.name = engine.read_inspected(out)[1]
+        return not (status and engine.is_absent(err))
+    return True
 
 
 def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
@@ -2896,7 +2996,9 @@ REMOVAL_STEPS = 50
 def rename_session(engine: Engine, session: Session, name: str) -> None:
     """Give a session another name; what runs in it goes on."""
     Layer({"containerName": name}, "check", "rename: ")
-    with lock_settings(session.name):
+    with lock_session(engine, session), lock_settings(session.name):
+        if name == session.name:
+            raise SandboxError(f"{name} has that name already", "choose another name")
         status, _, err = Output(engine.argv("rename", session.id, name)).result()
         if status and engine.is_name_taken(err):
             raise SandboxError(f"there is a container {name} already", "choose another name")
@@ -2925,6 +3027,8 @@ def remove_container(engine: Engine, session: Session) -> None:
     if status and not engine.is_absent(err):
         raise engine.failure(err)
     remove_proxy(engine, session)
+    with suppress(OSError):
+        os.unlink(lock_path(session.id))
 
 
 def jobs_path(name: str) -> str:
@@ -4615,11 +4719,13 @@ def make_base(engine: Engine, mirror: str) -> None:
 def open_session(request: RunRequest) -> tuple[Engine, Session]:
     """The running session of a request."""
     if not request.session:
-        home = ""
-        if request.source:
-            home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
-        engine, session = create_session(request.engines, request.name, request.config,
-                                         request.kept, request.spec, home)
+        with lock_homes():
+            home = ""
+            if request.source:
+                home = duplicate_home(request.engines[0], request.source, request.config,
+                                      request.spec)
+            engine, session = create_session(request.engines, request.name, request.config,
+                                             request.kept, request.spec, home)
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4718,7 +4824,8 @@ def cmd_run(args: argparse.Namespace) -> int:
         return converse(request, engine, session)
     finally:
         if args.rm_on_exit and may_remove(engine, session, request.tags):
-            remove_session(engine, session)
+            with suppress(Changed):
+                remove_session(engine, session)
 
 
 def converse(request: RunRequest, engine: Engine, session: Session) -> int:
@@ -5213,7 +5320,7 @@ def cmd_prune(args: argparse.Namespace) -> int:
     """Remove what a crash has left: proxies and volumes of no session, half-written files."""
     met, engines = 0, engines_of(args)
     for engine in engines:
-        with suppress(EngineProblem):
+        with suppress(EngineProblem), lock_homes(shared=False):
             prune_engine(engine, args.dry_run)
             met += 1
     if not met:

@@ -1129,7 +1129,8 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     sandbox.forget_files(name)  # left of a session that was removed behind our back
     sandbox.write_settings(name, settings)
     try:
-        engine, session = sandbox.create_session(engines, name, config, flags, spec)
+        with sandbox.lock_homes():
+            engine, session = sandbox.create_session(engines, name, config, flags, spec)
     except BaseException:
         sandbox.forget_files(name)
         raise

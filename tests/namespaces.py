@@ -93,7 +93,8 @@ class Namespaces(Engine):
         return self.argv("image", name)
 
     def try_argv(self, image: str, command: Sequence[str], network: str = "open",
-                 volumes: Sequence[str] = ()) -> list[str]:
+                 volumes: Sequence[str] = (), name: str = "",
+                 capabilities: Sequence[str] | None = None) -> list[str]:
         return self.argv("try", network, json.dumps([*map(place_of, volumes)]), *command)
 
 

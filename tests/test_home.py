@@ -388,6 +388,85 @@ def test_a_duplicate_has_a_home_of_its_own(engine: Engine, project: Path, home: 
     assert said(engine, other, "cat ~/file") == "kept\nmore\n"
 
 
+# --- At the same moment ---
+
+
+@docker_only
+@pytest.mark.parametrize("moment", ["stop", "run -d"])
+@pytest.mark.parametrize("other", ["recreate", "rm", "rename", "run", "prune"])
+def test_what_changes_a_session_waits_for_what_changes_it(
+    engine: Engine, project: Path, home: Path, name: str, other: str, moment: str
+) -> None:
+    """Before its container has another name, and after that."""
+    said(engine, name, "echo kept >~/file")
+    kept, more = home_of(engine, name), f"{name}-b"
+    words = {"recreate": ("recreate", name), "rm": ("rm", name), "rename": ("rename", name, more),
+             "run": ("run", "--from", name, "-n", more, "-x", "cat ~/file"), "prune": ("prune",)}
+    with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1"}) as first:
+        assert first.stderr
+        next(line for line in first.stderr if f" {moment} " in line)
+        os.kill(first.pid, signal.SIGSTOP)
+        with engine.popen(*words[other]) as second:
+            assert second.stderr and "waiting for another command" in second.stderr.readline()
+            os.kill(first.pid, signal.SIGCONT)
+            out, err = second.communicate(timeout=60)
+        first.communicate(timeout=60)
+        assert first.returncode == 0
+    if other == "prune" or moment == "run -d":
+        assert second.returncode == 0 and kept not in out.split(), err
+    else:  # it was about another container
+        assert second.returncode and "was changed by another command at this moment" in err
+    there = {n for n in container_names(engine) if n.startswith(name)}
+    if moment == "stop" or other in ("recreate", "prune"):
+        assert there == {name}
+    else:
+        assert there == {"rm": set(), "rename": {more}, "run": {name, more}}[other]
+    for left in there:
+        assert said(engine, left, "cat ~/file") == "kept\n"
+    assert (kept in homes(engine)) == bool(there)
+
+
+@docker_only
+def test_prune_leaves_a_home_that_is_just_copied(engine: Engine, project: Path, home: Path,
+                                                 name: str) -> None:
+    said(engine, name, "echo kept >~/file")
+    with engine.popen("run", "--from", name, "-n", f"{name}-b", "-x", "cat ~/file",
+                      env={"SANDBOX_TRACE": "1"}) as copy:
+        assert copy.stderr
+        copied = next(line for line in copy.stderr if " --read-only " in line)
+        (left,) = named(copied) - {home_of(engine, name)}
+        os.kill(copy.pid, signal.SIGSTOP)
+        wait_for(lambda: left in homes(engine) and "sandbox-step" not in engine.run("ps").stdout)
+        with engine.popen("prune") as prune:
+            assert prune.stderr and "waiting for another command" in prune.stderr.readline()
+            os.kill(copy.pid, signal.SIGCONT)
+            assert left not in prune.communicate(timeout=60)[0].split()
+        assert copy.communicate(timeout=60)[0] == "kept\n"
+
+
+@docker_only
+def test_what_copies_a_home_may_little_and_ends(engine: Engine, project: Path, home: Path,
+                                                name: str) -> None:
+    """The sh that does it may be anybody's: a session of before is copied by what it has become."""
+    volume, step_name = f"{name}-volume", f"{name}-step"
+    argv = sandbox.home_argv(sandbox.ENGINES[engine.runtime](), IMAGE, volume, "copy", "/x",
+                             name=step_name)
+    argv = argv[1 : argv.index("--entrypoint")]
+
+    def inside(script: str) -> list[str]:
+        return [*argv, "--entrypoint", "sh", IMAGE, "-c", script]
+
+    shown = engine.run(*inside("grep CapBnd /proc/self/status; ls /sys/class/net; touch /x"))
+    assert shown.stdout.split() == ["CapBnd:", "000000000000001b", "lo"], shown.stderr
+    assert shown.returncode
+    stubborn = [engine.runtime, *inside("trap '' TERM INT; sleep 1000 & wait; sleep 1000")]
+    step = sandbox.Step("copy", ended_by=[engine.runtime, "rm", "-f", step_name])
+    with pytest.raises(sandbox.SandboxError, match="takes too long"):
+        step.run(stubborn, {**os.environ, **engine.environ()}, seconds=1)
+    assert step_name not in container_names(engine)
+    engine.run("volume", "rm", volume)
+
+
 # --- Removal ---
 
 
