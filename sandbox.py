@@ -2253,12 +2253,20 @@ def memory_path(engine: Engine, name: str) -> str:
     return os.path.join(sandbox_home(), "known", f"{engine.name}-{name}.json")
 
 
+def making_path(session: Session) -> str:
+    """A file that is there while we make a container with these labels."""
+    id = session.labels.get("sandbox.session", "")
+    return os.path.join(sandbox_home(), "making", id if is_plain(id, "") and id else "-")
+
+
 def remember(engine: Engine, session: Session) -> None:
     """Note what is known of a session; where the note cannot be written it is not taken for ours.
 
     One that an earlier version has written is of a session that the person has used.
     """
     known = recall([engine], session.name)
+    if os.path.exists(making_path(session)):  # its note is not written yet
+        session.ours = session.id
     if known:
         session.ours = session.ours or known[1].ours
         if (known[1].id, known[1].process) == (session.id, session.process):
@@ -2544,6 +2552,9 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     make_worktree_config(spec)
     status = 1
     try:
+        with suppress(OSError):
+            make_private(os.path.dirname(making_path(session)))
+            os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
         status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
         if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
@@ -2551,6 +2562,13 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     finally:
         if status:
             remove_leftover(engine, session)
+            if not home:
+                remove_home(engine, session.home)
+        else:
+            session.id = session.ours = out.strip()
+            remember(engine, session)
+        with suppress(OSError):
+            os.unlink(making_path(session))
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -2560,8 +2578,6 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     limited = any(config.is_given(key.name) for key in limits())
     if limited and err.strip():
         say(err.strip())  # the engine warns that it cannot enforce a limit
-    session.id = session.ours = out.strip()
-    remember(engine, session)
     if note := git_note(spec):
         say(note)
     return engine, session
@@ -2819,7 +2835,6 @@ def remove_leftover(engine: Engine, session: Session) -> None:
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
-    remove_home(engine, session.home)
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2900,15 +2915,21 @@ def check_agent(engine: Engine, config: Config) -> None:
                             Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
 
+def find_settled(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
+    """find_session(), after another command that is making it anew."""
+    engine, session = find_session(engines, name)
+    known = None if session else recall([engine], name)
+    if known and known[1].home:
+        with lock_container(known[1]):
+            return find_session(engines, name)
+    return engine, session
+
+
 def find_given(engines: Sequence[Engine], name: str, command: str,
                code: int = 1) -> tuple[Engine, Session]:
     """The session that a command was given by its name. Raises SandboxError where there is none."""
     Layer({"containerName": name}, "check", f"{command}: ")
-    engine, session = find_session(engines, name)
-    known = None if session else recall([engine], name)
-    if known and known[1].home:  # it may be that it is just made anew
-        with lock_container(known[1]):
-            engine, session = find_session(engines, name)
+    engine, session = find_settled(engines, name)
     if session is None:
         raise SandboxError(f"there is no container {name}", "sandbox ps lists them", code)
     return engine, session
@@ -3532,6 +3553,7 @@ class RunRequest:
         self.engines = candidates(self.config)
         self.session: Session | None = None
         self.source: Session | None = None  # what it is to be a duplicate of
+        self.left_home = ""  # of a container of this name that is gone
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
         if self.name:
@@ -3544,10 +3566,12 @@ class RunRequest:
                 engine, session = find_session(self.engines, self.name)
                 if session:  # where it is gone, what follows says so
                     found, self.looked = (engine, session), True
-            engine, self.session = found or find_session(self.engines, self.name)
+            engine, self.session = found or find_settled(self.engines, self.name)
             self.engines = [engine]
-            if known and not self.session and not self.config.is_given("network"):
-                check_gone(known[1])
+            if known and not self.session:
+                if not self.config.is_given("network"):
+                    check_gone(known[1])
+                self.left_home = known[1].home
         if self.session and args.source:
             raise SandboxError(f"there is a session {self.name} already",
                                "choose another name with -n", 125)
@@ -4720,12 +4744,14 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
     """The running session of a request."""
     if not request.session:
         with lock_homes():
-            home = ""
-            if request.source:
-                home = duplicate_home(request.engines[0], request.source, request.config,
-                                      request.spec)
-            engine, session = create_session(request.engines, request.name, request.config,
-                                             request.kept, request.spec, home)
+            home = home_for(request)
+            try:
+                engine, session = create_session(request.engines, request.name, request.config,
+                                                 request.kept, request.spec, home)
+            except BaseException:
+                if request.source:
+                    remove_home(request.engines[0], home)
+                raise
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4737,6 +4763,18 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
     start_session(engine, session)
     put_rules(engine, session, request, True)
     return engine, session
+
+
+def home_for(request: RunRequest) -> str:
+    """The home of a new session where there is one: a duplicate, or what `docker rm` has left."""
+    if request.source:
+        return duplicate_home(request.engines[0], request.source, request.config, request.spec)
+    engine, home = request.engines[0], request.left_home
+    if not home or home not in engine.ask(engine.argv("volumes")).split():
+        return ""
+    say(f"the container {request.name} is gone, and not by sandbox rm: its home was kept, and this "
+        "one goes on with it (--new makes another session)")
+    return home
 
 
 def choose_session(args: argparse.Namespace) -> None:
@@ -5338,10 +5376,24 @@ def prune_engine(engine: Engine, dry_run: bool) -> None:
     if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
         left = [item for item in leftovers(engine) if item in left]
+    homes = known_homes(engine) if left else {}
     for name, argv in left:
         print(name)
+        if name in homes:
+            say(f"{name} is the home of {homes[name]}, whose container is gone")
         if not dry_run:
             Output(argv, LONG_SECONDS).result()
+
+
+def known_homes(engine: Engine) -> dict[str, str]:
+    """The names of the sessions that were last seen with a home, by that."""
+    folder = os.path.dirname(memory_path(engine, ""))
+    found = {}
+    for file in os.listdir(folder) if os.path.isdir(folder) else ():
+        name = file.removeprefix(f"{engine.name}-").removesuffix(".json")
+        if known := recall([engine], name):
+            found[known[1].home] = name
+    return found
 
 
 def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:

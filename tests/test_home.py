@@ -496,6 +496,30 @@ def test_prune_takes_the_homes_of_no_session(engine: Engine, project: Path, home
     assert said(engine, f"{name}-kept", "cat ~/file") == "kept\n"
 
 
+def test_a_home_whose_container_others_removed_is_taken_again(engine: Engine, project: Path,
+                                                              home: Path, name: str) -> None:
+    said(engine, name, "echo kept >~/file")
+    kept = home_of(engine, name)
+    remove = ("rm", "-f", *(["--time=0"] if engine.runtime == "podman" else []))
+    engine.run(*remove, name)
+    told = engine.sandbox("prune", "--dry-run")
+    assert f"{kept} is the home of {name}" in told.stderr and kept in told.stdout.split()
+    assert "is gone" in engine.sandbox("run", "-n", name, "-x", "true").stderr
+    failed = engine.sandbox("run", "-n", name, "-v", "/nowhere-at-all:/x", "-x", "true")
+    assert failed.returncode == 125 and kept in homes(engine)
+    ran = engine.sandbox("run", "-n", name, "-x", "cat ~/file")
+    assert ran.stdout == "kept\n" and "its home was kept" in ran.stderr
+    assert home_of(engine, name) == kept
+    engine.run(*remove, name)
+    engine.run("volume", "rm", kept)
+    assert "is gone" in engine.sandbox("run", "-n", name, "-x", "true").stderr
+    ran = engine.sandbox("run", "-n", name, "-x", "ls ~/file")
+    assert ran.returncode and "its home was kept" not in ran.stderr
+    assert engine.sandbox("rm", name).returncode == 0
+    ran = engine.sandbox("run", "-n", name, "-x", "true")
+    assert ran.stderr == ""  # removed as it should be
+
+
 @docker_only
 def test_a_label_names_no_volume_but_a_home(engine: Engine, project: Path, home: Path,
                                             name: str) -> None:
