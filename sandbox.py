@@ -47,6 +47,7 @@ NOTIFY_SECONDS, NOTIFY_BYTES = 10, 65536  # for the person's own command, and of
 NEWS_CHARS = 300
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
 FULL_BYTES = 50_000_000
+PIPE_BYTES = 65536
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
 RESIZE_AGAIN_SECONDS = 0.5
 KEY_SECONDS = 0.5  # for which the first of the keys that detach waits for the next one
@@ -1017,7 +1018,8 @@ class Output:
         """Exit status, standard output, standard error.
 
         With a limit a process that prints more is killed there. Raises EngineProblem after the
-        deadline.
+        deadline, but not for an answer that was there before: of several that were asked at once
+        each is read after those that did not come.
         """
         chunks: dict[int, list[bytes]] = {self.out: [], self.err: []}
         try:
@@ -1038,9 +1040,15 @@ class Output:
         poller, left = select.poll(), len(chunks)
         for fd in chunks:
             poller.register(fd, select.POLLIN)
+        late_bytes = 0  # no more than what the two pipes held
         while left:
-            for fd, _ in poller.poll(self.left_ms()):
+            late = time.monotonic() > self.deadline
+            ready = poller.poll(0 if late else self.left_ms())
+            if late and (not ready or late_bytes > 2 * PIPE_BYTES):
+                self.left_ms()  # raises
+            for fd, _ in ready:
                 data = os.read(fd, 65536)
+                late_bytes += len(data) if late else 0
                 chunks[fd].append(data)
                 if not data:
                     poller.unregister(fd)
@@ -3014,6 +3022,13 @@ def check_removed(engine: Engine, session: Session, status: int) -> None:
 REMOVAL_STEPS = 50
 
 
+def check_stopped(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError where the container of a session does not run any more."""
+    if end_of(engine, session, KILLED)[0] not in ("", "running"):
+        raise SandboxError(f"the session {session.name} was stopped, and what ran in it has ended",
+                           f"sandbox start {session.name} starts it again", status)
+
+
 def rename_session(engine: Engine, session: Session, name: str) -> None:
     """Give a session another name; what runs in it goes on."""
     Layer({"containerName": name}, "check", "rename: ")
@@ -3503,17 +3518,24 @@ def short_port(port: str) -> str:
     return f"{place}->{inner}"
 
 
-def unheard_ports(engine: Engine, name: str, ports: Sequence[str]) -> list[str]:
+def ask_listeners(engine: Engine, name: str) -> Output:
+    """The question for what listens in a running session, begun."""
+    argv = engine.exec_argv(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"], user="0:0")
+    return Output(argv, LIST_SECONDS)
+
+
+def unheard_ports(engine: Engine, name: str, ports: Sequence[str],
+                  asked: Output | None = None) -> list[str]:
     """A line for each published port on which a program in a running session listens in vain.
 
     What listens on 127.0.0.1 inside is not reached from outside.
     """
     inner = {int(port.partition("/")[0].rpartition(":")[2]): port for port in ports
              if not port.endswith("/udp")}
-    argv = engine.exec_argv(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"], user="0:0")
     out = ""
     with suppress(EngineProblem):
-        out = Output(argv).result(LISTENERS_BYTES)[1] if inner else ""
+        asked = asked or (ask_listeners(engine, name) if inner else None)
+        out = asked.result(LISTENERS_BYTES)[1] if asked else ""
     heard: dict[int, set[str]] = {}
     for fields in map(str.split, out.splitlines()):
         if len(fields) > 3 and fields[3] == "0A":  # it listens
@@ -4460,6 +4482,7 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
     status = held.status if held.ended else None
     if status is None:
         check_removed(engine, session, held.code or 1)
+        check_stopped(engine, session, held.code or 1)
     if held.heard and status is None:
         known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
         if known and known.runs:
@@ -4885,6 +4908,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
+        if status == KILLED:
+            check_stopped(engine, session, status)
         refused = refusals(engine, session, since)
         for line in refused:
             say(line)
@@ -5050,7 +5075,11 @@ def cmd_attach(args: argparse.Namespace) -> int:
     keys = KEYS["detachKeys"].default
     with suppress(SandboxError):  # as engines_of() has said
         keys = load_config().get("detachKeys")
-    return join(engine, session, held, keys=keys, typing=typing)
+    if typing and keys:
+        say(f"{shown_keys(keys)} leaves it running")
+    status = join(engine, session, held, keys=keys, typing=typing)
+    say(f"{held.title} has ended with status {status}")
+    return status
 
 
 def join(engine: Engine, session: Session, held: Held, *, keys: str = "", typing: bool = False,
@@ -5242,11 +5271,12 @@ def cmd_ps(args: argparse.Namespace) -> int:
         print("".join(f"{row['name']}\n" for row in rows), end="")
     else:
         print_table(rows)
-        for row in rows if os.isatty(1) else ():
-            if row["ports"] and row["state"] == "running":
-                engine = ENGINES[row["runtime"]]()
-                for line in unheard_ports(engine, row["name"], row["ports"]):
-                    say(line)
+        listening = [(row, engine, ask_listeners(engine, row["name"])) for row in rows
+                     if os.isatty(1) and row["ports"] and row["state"] == "running"
+                     for engine in [ENGINES[row["runtime"]]()]]
+        for row, engine, asked in listening:
+            for line in unheard_ports(engine, row["name"], row["ports"], asked):
+                say(line)
     return 0
 
 
@@ -5286,6 +5316,9 @@ def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
         print("".join(f"{row['id']}\n" for row in rows), end="")
     else:
         print_columns(("id", "kind", "state", "status", "started", "ended", "what"), rows)
+        if session.state != "running":
+            say(f"{session.name} is {'stopped' if session.state == 'exited' else session.state}, "
+                f"and nothing runs in it; to start it: sandbox start {session.name}")
         ports = session.created()[0]["ports"] if session.state == "running" else []
         for line in unheard_ports(engine, session.name, ports) if ports else ():
             say(line)

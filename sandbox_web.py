@@ -1154,7 +1154,7 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     with as_request_error():
         sandbox.check_recreation(session, spec)
     sandbox.present_image(engine, config)  # before anything goes
-    app.terminals.close_all(session.name)
+    app.terminals.close_all(session.name, "created anew")
     try:
         session = sandbox.recreate_session(engine, session, config, kept, spec)
     finally:
@@ -1180,7 +1180,7 @@ def delete_session(app: App, _request: Request, params: Params) -> Answer:
         if folder.startswith(job_folder(session.name) + "/"):
             ENDED_JOBS.pop(folder, None)
     app.sessions.expire()
-    app.terminals.close_all(session.name)
+    app.terminals.close_all(session.name, "removed")
     return json_answer({"ok": True})
 
 
@@ -2172,6 +2172,7 @@ class Terminal:
         self.arriving: deque[Viewer] = deque()
         self.status: int | None = None
         self.ended = self.closing = False
+        self.reason = ""  # why it has ended, where that is not by itself
         self.cuts = 0  # of clients, one soon after the other
         self.end_seen = 0.0  # when a viewer was last told of the end
         self.thread = threading.Thread(target=self.pump, daemon=True)
@@ -2487,12 +2488,22 @@ class Terminal:
                 return
         except (OSError, SandboxError) as error:
             self.failure = str(error).encode()
+        if not (self.told or self.closing) and (self.held or status == sandbox.KILLED):
+            self.look_why(status)
         if not self.held:
             self.status = status
         elif self.is_new and not (self.told or self.greeted):
             self.ring.put(self.failure.replace(b"\n", b"\r\n"))
             self.status = status
         self.end()
+
+    def look_why(self, status: int) -> None:
+        """Find out whether the session has ended, and not this program alone."""
+        try:
+            sandbox.check_removed(self.engine, self.session, status)
+            sandbox.check_stopped(self.engine, self.session, status)
+        except SandboxError as error:
+            self.reason = self.reason or error.message
 
     def discard(self) -> None:
         """End what was started and is not to be: its container is not what it was."""
@@ -2642,7 +2653,7 @@ class Terminal:
         now = time.monotonic()
         for viewer in list(self.viewers):
             if self.ended and viewer.open and viewer.sent == self.ring.end:
-                viewer.control(type="exit", status=self.status)
+                viewer.control(type="exit", status=self.status, reason=self.reason)
                 viewer.protocol.send_close(1000)
                 viewer.push()
                 if not self.end_seen:
@@ -2819,9 +2830,11 @@ class Terminals:
                 sandbox.signal_tagged(engine, session, row["tag"], "HUP", 2)
         self.write_down()
 
-    def close_all(self, session: str) -> None:
-        """Hang up all terminals of a session, and wait for that."""
+    def close_all(self, session: str, how: str) -> None:
+        """Hang up all terminals of a session, which was removed or the like, and wait for that."""
         self.forget(session)
+        for terminal in self.of(session).values():
+            terminal.reason = f"the session {session} was {how}"
         threads = [threading.Thread(target=terminal.hang_up, daemon=True)
                    for terminal in self.of(session).values()]
         for thread in threads:
@@ -2868,6 +2881,8 @@ def get_terminals(app: App, _request: Request, params: Params) -> Answer:
     name = params["session"]
     rows = {id: terminal.data() for id, terminal in app.terminals.of(name).items()}
     session, held = held_terminals(name)
+    if not (rows or session or any(row["name"] == name for row in app.sessions.list())):
+        find(name)  # raises, unless it is new
     for row in held:
         clients = max(0, row.clients or 0)
         if row.id in rows:

@@ -563,6 +563,59 @@ def test_ps_asks_only_where_something_was_started(engine: Engine, home: Path, pr
     assert engine.sandbox("ps", env=traced).stderr.count(" exec ") == 1
 
 
+def test_those_inside_are_told_that_it_was_stopped(engine: Engine, project: Path,
+                                                   name: str) -> None:
+    stopped = f"the session {name} was stopped, and what ran in it has ended"
+    assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0
+    with (engine.popen("run", "-n", name, "-x", "echo at work; sleep 98765; :") as script,
+          engine.pty("run", "-n", name, "-x", "echo held; sleep 98764; :") as person):
+        assert script.stdout and script.stdout.readline() == "at work\n"
+        person.expect("held")
+        with engine.pty("attach", name) as attached:
+            attached.expect("Ctrl-\\ d leaves it running")
+            attached.expect("held")
+            assert engine.sandbox("stop", name).returncode == 0
+            for other in (person, attached):
+                other.expect(stopped)
+                other.expect(f"sandbox start {name}")
+                assert other.wait() in (137, *sandbox.ENGINE_STATUS)
+        assert stopped in script.communicate(timeout=30)[1] and script.returncode == 137
+    shown = engine.sandbox("ps", name)
+    assert f"{name} is stopped, and nothing runs in it" in shown.stderr
+    assert (name, "true") not in [(row["id"], row["what"]) for row in rows(engine, name)]
+
+
+def test_attach_says_how_it_ended(engine: Engine, project: Path, name: str) -> None:
+    begin(engine, name, "echo held; read -r word; exit 7")
+    with engine.pty("attach", name) as attached:
+        attached.expect("held")
+        attached.send("it\n")
+        attached.expect("echo held; read -r word; exit 7 has ended with status 7")
+        assert attached.wait() == 7
+
+
+def test_one_session_that_hangs_hides_no_other(engine: Engine, project: Path, home: Path,
+                                               name: str) -> None:
+    hangs, answers = f"{name}-a", f"{name}-b"
+    for one in (hangs, answers):
+        begin(engine, one, "sleep 98765; :")
+    hang = "python=$(command -v python3); rm $python; printf '#!/bin/sh\nsleep 98764' >$python"
+    assert engine.run("exec", hangs, "sh", "-c", f"{hang}; chmod +x $python").returncode == 0
+    found = {row["name"]: row["running"] for row in
+             json.loads(engine.sandbox("ps", "--json").stdout)}
+    assert found[hangs] == [] and [row["what"] for row in found[answers]] == ["sleep 98765; :"]
+
+
+def test_an_answer_that_came_in_time_is_read_later() -> None:
+    asked = [sandbox.Output(["sh", "-c", script], seconds)
+             for script, seconds in (("sleep 60", 0.5), ("seq 1000", 0.5), ("yes", 0.5))]
+    with pytest.raises(sandbox.EngineProblem, match="did not answer"):
+        asked[0].result()
+    assert asked[1].result()[1].split()[-1] == "1000"
+    with pytest.raises(sandbox.EngineProblem, match="did not answer"):
+        asked[2].result()
+
+
 def test_logs_of_terminals_and_jobs(service: Service, engine: Engine, name: str,
                                     project: Path) -> None:
     service.post("/api/sessions", {"name": name, "directory": str(project)})
