@@ -620,12 +620,13 @@ def test_undo_of_a_path(workspace: Workspace) -> None:
     with workspace.turn():
         workspace.write({"a/b": "1", "a/c": "1", "ab": "1"})
     workspace.call("undo", paths=["a/b"])
+    assert workspace.call("log")["turns"][-1]["paths"] == ["a/b"]
     assert sorted(workspace.state()) == [b".", b"a", b"a/c", b"ab"]
     workspace.call("undo", paths=["./a"])
     workspace.call("diff", paths=["nope"], fails=1)
     assert os.listdir(workspace.top) == ["ab"]
     nothing = workspace.call("undo", paths=["nope"], fails=1)
-    assert "nothing is to change at nope" in nothing["error"]
+    assert "nothing is to change at nope" in nothing["error"] and nothing["kind"] == "missing"
     for path in ("/etc", "../x", "a/../../x"):
         workspace.call("undo", paths=[path], fails=2)
 
@@ -1042,12 +1043,14 @@ def test_an_ordinary_user_sees_and_restores_what_it_may(workspace: Workspace) ->
 
 def test_a_wrong_request_is_refused(workspace: Workspace) -> None:
     workspace.write({"a": "1"})
-    assert "no snapshot" in workspace.call("diff", fails=1)["error"]
-    workspace.call("undo", turn=7, fails=2)
+    nothing = workspace.call("diff", fails=1)
+    assert "no snapshot" in nothing["error"] and nothing["kind"] == "nothing"
+    assert workspace.call("undo", turn=7, fails=2)["kind"] == ""
     workspace.call("undo", paths=[7], fails=2)
     workspace.call("snapshot", tree="../x", fails=2)
-    workspace.call("merge", fails=1)
-    assert "no turn" in workspace.call("snapshot", end="t9", fails=1)["error"]
+    assert workspace.call("merge", fails=1)["kind"] == "nothing"
+    missing = workspace.call("snapshot", end="t9", fails=1)
+    assert "no turn" in missing["error"] and missing["kind"] == "missing"
     with workspace.turn():
         pass
     assert "already" in workspace.call("snapshot", turn={"id": "t1"}, fails=1)["error"]
