@@ -472,6 +472,7 @@ def test_the_rules_of_the_first_snapshot_say_what_is_ignored(workspace: Workspac
     seen = {path for path, row in found.items() if row.get("kept") is False}
     assert seen == {"build", "src/out", "cache", "deep/build", "big.log"}
     assert (found["build"]["files"], found["build"]["size"]) == (2, 3)
+    assert found["build"]["why"] == "an ignored directory is only counted"
     assert {"keep/out/y", "new/file", "small.log", "big.txt", ".gitignore"} < {*found}
     left = {row["path"]: row["why"] for row in workspace.call("undo")["left"]}
     assert left.keys() == seen | {"deep"}  # for it is not empty

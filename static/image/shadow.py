@@ -721,6 +721,10 @@ class Walk:
         return seen and (seen[0] or "")
 
 
+def not_kept(kind: str) -> str:
+    return NOT_KEPT.get(kind, f"it is a {kind}")
+
+
 def special(mode: int) -> str:
     return {stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(stat.S_IFMT(mode), "device")
 
@@ -746,7 +750,7 @@ class Restore:
             if note and note.kind == NOTE and (note is new or not self.discard
                                                or self.walk.key(path) in (None, "")):
                 kind, *_ = self.store.note(note.id).decode().split()
-                self.left[path] = NOT_KEPT.get(kind, f"it is a {kind}")
+                self.left[path] = not_kept(kind)
             else:
                 self.changes[path] = old, new
                 self.done[path] = status(old, new)
@@ -943,7 +947,7 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
         for note in [side for side in sides if side.kind == NOTE]:
             kind, *values = store.note(note.id).decode().split()
-            row |= {"kept": False, "seen": kind}
+            row |= {"kept": False, "seen": kind, "why": not_kept(kind)}
             if kind == "ignored":
                 row |= {"files": int(values[0]), "size": int(values[1])}
             elif values:
