@@ -485,7 +485,8 @@ def test_what_was_not_kept_goes_only_when_one_says_so(workspace: Workspace) -> N
     workspace.write({"code": "x"})
     with workspace.turn(), (workspace.top / "code").open("wb") as file:
         file.truncate(20 << 20)
-    assert workspace.call("undo")["left"] == [{"path": "code", "why": "it is too large to keep"}]
+    assert workspace.call("undo")["left"] == [
+        {"path": "code", "why": "it is too large to keep", "conflict": False}]
     assert (workspace.top / "code").stat().st_size == 20 << 20
     assert workspace.call("undo", discard=True)["left"] == []
     assert (workspace.top / "code").read_text() == "x"
@@ -532,7 +533,7 @@ def test_a_file_that_changes_within_the_same_tick_is_read_again(workspace: Works
         noted = marshal.dumps((folders, racy))
         cache.write_bytes(data[:4] + struct.pack(">I", zlib.crc32(noted)) + data[8:36] + noted)
     assert list(rows(workspace.call("diff", turn="t1"))) == ["a"]
-    assert workspace.call("undo")["changed"] == [{"path": "a", "status": "modified"}]
+    assert workspace.call("undo")["changed"] == [{"path": "a", "status": "modified", "risk": []}]
     assert (workspace.top / "a").read_text() == "one"
 
 
@@ -571,7 +572,7 @@ def test_undo_keeps_what_the_person_did_meanwhile(workspace: Workspace) -> None:
                      "fight": "person\n", "own": "o\n", "mixed/mine": "m\n"})
     times = {name: os.stat(workspace.top / name) for name in ("mine", "own", "fight")}
     answer = workspace.call("undo")
-    assert answer["left"] == [{"path": "fight", "why": "both have changed it"}]
+    assert answer["left"] == [{"path": "fight", "why": "both have changed it", "conflict": True}]
     assert (workspace.top / "both").read_text() == "".join([*text[:19], "person\n"])
     assert {name: (workspace.top / name).read_text() for name in ("mine", "fight", "own", "gone")
             } == {"mine": "b\n", "fight": "person\n", "own": "o\n", "gone": "g\n"}
@@ -592,7 +593,8 @@ def test_a_git_directory_is_undone_as_a_whole_or_not_at_all(workspace: Workspace
     assert ".git/refs/heads/" in "".join(changed) and ".git/objects" not in "".join(changed)
     workspace.git("commit", "-q", "--allow-empty", "-m", "third")  # the person
     third = {path: about for path, about in workspace.state().items() if path.startswith(b".git")}
-    assert workspace.call("undo")["left"] == [{"path": ".git", "why": "both have changed it"}]
+    assert workspace.call("undo")["left"] == [
+        {"path": ".git", "why": "both have changed it", "conflict": True}]
     assert {path: about for path, about in workspace.state().items()
             if path.startswith(b".git")} == third
     assert (workspace.top / "src" / "main.py").read_text() == "print(1)\n"
@@ -794,7 +796,7 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
     shutil.copytree(workspace.top, origin, symlinks=True)
     with workspace.turn():
         workspace.write({"src/main.py": "print(2)\n", "new/file": "n\n", ".git/config": "evil",
-                         "sub/.GIT/config": "evil", "sub/ok": "fine\n"})
+                         "sub/.GIT/config": "evil", "sub/ok": "fine\n", "Makefile": "x"})
         workspace.git("init", "-q", "nested")
         workspace.write({"nested/x": "x"})
     (origin / "README").write_text("the person's\n")
@@ -804,8 +806,10 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
     assert workspace.state(origin) == before
     answer = workspace.call("merge", tree="origin", top=origin)
     assert answer["changed"] == dry["changed"]
-    assert answer["left"] == [{"path": path, "why": "what is git's own does not leave a copy"}
-                              for path in (".git", "nested/.git", "sub/.GIT")]
+    assert answer["left"] == [
+        {"path": path, "why": "what is git's own does not leave a copy", "conflict": False}
+        for path in (".git", "nested/.git", "sub/.GIT")]
+    assert [row["path"] for row in answer["changed"] if row["risk"]] == ["Makefile"]
     after = workspace.state(origin)
     assert {path: about for path, about in after.items() if b".git" in path} == git
     assert (origin / "src/main.py").read_text() == "print(2)\n"
@@ -815,7 +819,7 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
         workspace.write({"new/file": "n2\n"})
     (origin / "src/main.py").write_text("print(3)\n")  # after the first merge: the person's
     again = workspace.call("merge", tree="origin", top=origin)
-    assert again["changed"] == [{"path": "new/file", "status": "modified"}]
+    assert again["changed"] == [{"path": "new/file", "status": "modified", "risk": []}]
     workspace.call("undo", tree="origin", top=origin)
     workspace.call("undo", tree="origin", top=origin)
     assert (origin / "src/main.py").read_text() == "print(3)\n"
@@ -1038,7 +1042,8 @@ def test_an_ordinary_user_sees_and_restores_what_it_may(workspace: Workspace) ->
     call("snapshot", user=USER, end="t1")
     found = rows(call("diff", user=USER, turn="t1"))
     assert {*found} == {"mine/a", "secret"} and found["secret"]["seen"] == "unreadable"
-    assert call("undo", user=USER)["left"] == [{"path": "secret", "why": "it cannot be read"}]
+    assert call("undo", user=USER)["left"] == [
+        {"path": "secret", "why": "it cannot be read", "conflict": False}]
     assert (workspace.top / "mine/a").read_text() == "1"
 
 

@@ -12,6 +12,8 @@
     redo      {"turn": ID, "paths": […], "dry": true}: undo the last undo, or the one of this turn
     merge     {"tree": "origin", "paths": […], "dry": true}: bring the work of the tree "main" into
               WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too)
+              All three answer {"dry", "turns", "changed": [{"path", "status", "risk"}],
+              "left": [{"path", "why", "conflict"}]}; "conflict" is false where it never could go
     prune     {"keep": TURNS, "maxBytes": BYTES}
 
 stdout has one JSON object; a failure is {"error", "hint", "kind"}: "missing" where there is no such
@@ -735,12 +737,12 @@ def special(mode: int) -> str:
 class Restore:
     """Brings changes into the workspace that a walk has seen; what is not as it was seen stays.
 
-    `left` has the path and the reason of each one that stays.
+    `left` has the path and the reason of each one that stays, `never` those that always would.
     """
 
     def __init__(self, walk: Walk, discard: bool) -> None:
         self.walk, self.store, self.discard = walk, walk.store, discard
-        self.left, self.done = dict[str, str](), dict[str, str]()
+        self.left, self.done, self.never = dict[str, str](), dict[str, str](), set[str]()
         self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
 
     def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
@@ -751,9 +753,11 @@ class Restore:
                                                or self.walk.key(path) in (None, "")):
                 kind, *_ = self.store.note(note.id).decode().split()
                 self.left[path] = not_kept(kind)
+                self.never.add(path)
             else:
                 self.changes[path] = old, new
                 self.done[path] = status(old, new)
+        self.planned = {**self.changes}
 
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
@@ -1165,6 +1169,7 @@ class Request:
             if kind == "merge" and in_git(path):
                 conflicts -= {whole_git(path)}
                 restore.left[whole_git(path)] = "what is git's own does not leave a copy"
+                restore.never.add(whole_git(path))
             elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
                       or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
                 wanted.append((path, old, new))
@@ -1193,8 +1198,11 @@ class Request:
                         other["undone"] = kind == "undo"
                 if undo:
                     undo["redone"] = True
-        rows = [{"path": path, "status": what} for path, what in sorted(restore.done.items())]
-        left = [{"path": path, "why": why} for path, why in sorted(restore.left.items())]
+        rows = [{"path": path, "status": what,
+                 "risk": risks(self.store, path, *restore.planned[path], self.agents)}
+                for path, what in sorted(restore.done.items())]
+        left = [{"path": path, "why": why, "conflict": path not in restore.never}
+                for path, why in sorted(restore.left.items())]
         return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
 
 
