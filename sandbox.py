@@ -1515,6 +1515,23 @@ class Engine:
             argv += self.bind_argv(*bind)
         return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
+    def closed_argv(self, name: str, image: str, command: Sequence[str], *,
+                    labels: Mapping[str, str], limits: Mapping[str, Any],
+                    capabilities: Sequence[str], binds: Sequence[tuple[str, str, str]],
+                    volumes: Sequence[str]) -> list[str]:
+        """Runs a command as root, with our stdin, in a new container that reaches nothing but what
+        is mounted, and removes that.
+        """
+        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", "0:0",
+                "--workdir", "/", "--network", "none", "--read-only", "--log-driver", "none",
+                "--security-opt", "no-new-privileges", "--cap-drop", "ALL",
+                *(f"--cap-add={capability}" for capability in capabilities), *self.create_flags,
+                *(f"--{limit}={value}" for limit, value in limits.items()),
+                *each("--label", map("=".join, labels.items()))]
+        for bind in binds:
+            argv += self.bind_argv(*bind)
+        return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
+
     def bind_argv(self, host: str, container: str, options: str) -> list[str]:
         """A mount that fails when the host path does not exist; paths may hold any character."""
         chosen = options.split(",") if options else []
@@ -2025,6 +2042,10 @@ class Session:
         home = labels.get("sandbox.home", "")
         ours = home.startswith(HOME_VOLUME) and is_plain(home.removeprefix(HOME_VOLUME), "")
         self.home = home if ours else ""
+        # The volume with the snapshots of its directory. A home stays with its session whatever
+        # the container and the name, so it is named as that.
+        id = home.removeprefix(HOME_VOLUME) if ours else labels.get("sandbox.session", "")
+        self.store = f"{STORE_VOLUME}{id}" if is_plain(id, "") else ""
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What it was created from, and the settings that came from flags or name its agent.
@@ -2316,7 +2337,7 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
     return engine.create_argv(
         name, spec["image"],
         ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"), home,
-         *mounts_meant(spec)],
+         *mounts_meant(binds_of(spec))],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
         env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else []),
              *([f"SANDBOX_GIT={git['at']}"] if git else [])],
@@ -2345,14 +2366,14 @@ def has_home(spec: Mapping[str, Any]) -> bool:
     return all(within(CONTAINER_HOME, target) is None for target in mount_targets(spec))
 
 
-def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
+def mounts_meant(binds: Iterable[tuple[str, str, str]]) -> list[str]:
     """The arguments of mounts_are() in static/session/mounts.sh: the boot id of this machine, then
     for each mount its device and path, and its place in the container; [] without a mount table.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             arguments = [file.read().strip()]
-        for source, target, _ in binds_of(spec):
+        for source, target, _ in binds:
             arguments += [place_of(source), target]
     except FileNotFoundError:
         return []
@@ -2616,7 +2637,7 @@ def check_ready(engine: Engine, session: Session) -> None:
 # The home of a session is a volume, which goes from container to container and only with `rm`. What
 # is done with it is done by a container of its own: nothing of the host sees what is in it.
 
-HOME_VOLUME = "sandbox-home-"
+HOME_VOLUME, STORE_VOLUME = "sandbox-home-", "sandbox-shadow-"
 
 
 def new_home() -> str:
@@ -2736,7 +2757,7 @@ def start_session(engine: Engine, session: Session) -> None:
 
 def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
     """Stop a session that was just started on other mounts than meant. Raises SandboxError."""
-    meant = mounts_meant(have) if have.get("sources") else []
+    meant = mounts_meant(binds_of(have)) if have.get("sources") else []
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
