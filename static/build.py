@@ -11,9 +11,9 @@ pyproject.toml names this file as hatchling's build hook.
 
 In it: sandbox.py, sandbox_changes.py, sandbox_web.py, static/ as sandbox_static/, the pure Python
 part of the `websockets` that is installed for the running interpreter, and a __main__.py. Beside
-each module lies its bytecode (unchecked-hash): the Python version that built the file starts a third faster,
-any other compiles the source. Names are sorted and times and modes fixed, so two builds from equal
-sources on one interpreter are equal byte for byte.
+each module lies its bytecode (unchecked-hash): the Python version that built the file starts a
+third faster, any other compiles the source. Names are sorted and times and modes fixed, so two
+builds from equal sources on one interpreter are equal byte for byte.
 
 Exit status: 0, or 1 when websockets or the registry is missing.
 """
