@@ -93,9 +93,12 @@ class Namespaces(Engine):
         return self.argv("image", name)
 
     def try_argv(self, image: str, command: Sequence[str], network: str = "open",
-                 volumes: Sequence[str] = (), name: str = "",
-                 capabilities: Sequence[str] | None = None) -> list[str]:
+                 volumes: Sequence[str] = ()) -> list[str]:
         return self.argv("try", network, json.dumps([*map(place_of, volumes)]), *command)
+
+    def closed_argv(self, name: str, image: str, command: Sequence[str], *,
+                    volumes: Sequence[str], **_: Any) -> list[str]:
+        return self.try_argv(image, command, "none", volumes)
 
 
 def place_of(volume: str) -> tuple[str, str, str]:

@@ -449,8 +449,8 @@ def test_what_copies_a_home_may_little_and_ends(engine: Engine, project: Path, h
                                                 name: str) -> None:
     """The sh that does it may be anybody's: a session of before is copied by what it has become."""
     volume, step_name = f"{name}-volume", f"{name}-step"
-    argv = sandbox.home_argv(sandbox.ENGINES[engine.runtime](), IMAGE, volume, "copy", "/x",
-                             name=step_name)
+    argv = sandbox.home_argv(sandbox.ENGINES[engine.runtime](), step_name, IMAGE, volume, "copy",
+                             "/x")
     argv = argv[1 : argv.index("--entrypoint")]
 
     def inside(script: str) -> list[str]:
