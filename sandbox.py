@@ -2628,14 +2628,15 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     return engine, session
 
 
-def recreation(session: Session, flags: Layer,
-               profile: str | None = None) -> tuple[Config, Layer, dict[str, Any]]:
-    """What a session is to be created from anew, with these flags: its configuration, what of that
-    its labels keep, and its specification.
+def recreation(session: Session, flags: Layer, profile: str | None = None,
+               without: Container[str] = ()) -> tuple[Config, Layer, dict[str, Any]]:
+    """What a session is to be created from anew, with these flags and `without` what was given for
+    some keys: its configuration, what of that its labels keep, and its specification.
 
     A list among the flags takes the place of the one that was given before.
     """
     have, kept = session.created()
+    kept = {name: value for name, value in kept.items() if name not in without}
     check_owner(session)
     if not session.is_ours and "hostPath" not in flags.values:
         raise SandboxError(f"{session.name} was not made from here: its labels do not say what is "
@@ -3548,6 +3549,10 @@ def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool
         if not set_rules(engine, session, network, start):
             return False
         if asked:
+            had = network_of(session, session_config(session))
+            if had.get("allow") and network == {"allow": []}:
+                say(f"the rules of {session.name} are gone for good, and it reaches nothing; they "
+                    f"were: {' '.join(had['allow'])}")
             write_settings(session.name, read_settings(session.name) | {"network": network})
     return True
 
@@ -5035,7 +5040,7 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         ports = session.created()[0]["ports"] if on_terminal() else []
         for line in unheard_ports(engine, session.name, ports) if ports else ():
             say(line)
-        if request.agent and not request.args.background:
+        if request.agent and not (request.args.background or request.only_tells):
             call_back(request, news(session.name, "error" if status else "end",
                                     refused[-1] if refused else "", status=status))
         if status == 127 and request.agent:  # how a shell says that there is no such program
@@ -5052,6 +5057,7 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if not again:
             if may_remove(engine, session, request.tags):
                 remove_session(engine, session)
+                say(f"removed {session.name} with its conversations")
             else:
                 say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
@@ -5086,7 +5092,8 @@ def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
         os._exit(0)
 
 
-MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
+MENU = ("[y] keep  [n] remove it and its conversations  [1] again  {resume}[x] command  "
+        "[i] shell")
 
 
 def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
@@ -5259,13 +5266,21 @@ def cmd_logs(args: argparse.Namespace) -> int:
     return 0
 
 
+def plain(output: bytes) -> bytes:
+    """Output without what a terminal would obey: colours go, and the rest is made visible."""
+    import re
+
+    text = re.sub(r"\x1b\[[\d;:]*m|\r(?=\n)", "", output.decode(errors="replace"))
+    return printable(text).encode()
+
+
 def show_job(folder: str, follow: bool) -> None:
     """Print the output of a job, as it comes where it is to be followed."""
     with open(os.path.join(folder, "output"), "rb") as output:
         over = False
         while True:
             if data := output.read(65536):
-                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.write(plain(data) if os.isatty(1) else data)
             elif over or not follow:
                 break
             else:
@@ -5328,13 +5343,13 @@ def cmd_cp(args: argparse.Namespace) -> int:
         raise SandboxError("a path has a control character or a byte that is not UTF-8",
                            "engines would take another one for it")
     if name:
-        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
+        return call(engine.argv("cp", f"{session.name}:{inner}", outer))
     into = [os.path.basename(outer.rstrip("/"))]
     if into == ["."] and os.path.isdir(outer):  # its content
         into = os.listdir(outer)
     elif not in_session(engine, session, ["test", "-d", inner]):
         into = [""]
-    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
+    status = call(engine.argv("cp", outer, f"{session.name}:{inner}"))
     if not status and session.user != "0:0":  # engines make it root's
         copied = [os.path.join(inner, item).rstrip("/") for item in into]
         if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
@@ -5355,13 +5370,14 @@ def split_place(text: str) -> tuple[str, str]:
 
 def cmd_recreate(args: argparse.Namespace) -> int:
     end_on_signals()
-    # A list that is given as '' is emptied.
+    # A list that is given as '' is emptied, and a limit is what it was without having been given.
     emptied: dict[str, Any] = {name: [] for name in KEYS if getattr(args, name, None) == [""]}
-    vars(args).update(emptied)
+    freed = [key.name for key in limits() if getattr(args, key.name) == ""]
+    vars(args).update(emptied | dict.fromkeys(freed))
     flags = flags_layer(args)
     engine, session = find_given(candidates(load_config(flags)), args.session, "recreate")
     flags = Layer({**flags.values, **emptied}, "flags")
-    config, kept, spec = recreation(session, flags, args.profile)
+    config, kept, spec = recreation(session, flags, args.profile, freed)
     if args.allow_engine_socket:
         check_spec(spec)
     else:
@@ -5988,15 +6004,22 @@ def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
     of = "run" if command == "config" else command
     keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
             if key.flags and (of in key.of or (of == "recreate" and key.fixed))}
+    if command == "recreate":  # what is not given there stays
+        keys = {name: (flags, option | {"help": option["help"].partition("; default: ")[0]})
+                for name, (flags, option) in keys.items()}
     return keys | {name: (OPTIONS[name][0].split(), OPTIONS[name][1])
                    for name in COMMANDS[command][1].split()}
+
+
+EPILOGS = dict.fromkeys(("run", "config"), "Arguments after -- are passed to the agent.") | {
+    "recreate": "What is not given stays as it is; '' takes a list or a limit away."}
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of one command: building all of them costs more than most commands do."""
     import argparse
 
-    epilog = "Arguments after -- are passed to the agent." if command in ("run", "config") else None
+    epilog = EPILOGS.get(command)
     # Without a width argparse imports shutil to find one.
     columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100
     parser = argparse.ArgumentParser(
@@ -6050,8 +6073,19 @@ def cmd_completion(args: argparse.Namespace) -> int:
 
 
 NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
-# The word that is one, if there is one.
-NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2}
+# How many words that are no options are before one.
+NAMED_AT = {"net": 1, "attach": 0, "logs": 0, "ps": 0, "recreate": 0, "rename": 0}
+
+
+def plain_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """The words that are neither options nor the values of some."""
+    found, is_value = [], False
+    for word in words:
+        action = parser._option_string_actions.get(word)
+        if not (is_value or word.startswith("-")):
+            found.append(word)
+        is_value = not is_value and action is not None and action.nargs != 0
+    return found
 
 
 def complete(words: Sequence[str]) -> list[str]:
@@ -6071,12 +6105,13 @@ def complete(words: Sequence[str]) -> list[str]:
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     name = before in KEYS["containerName"].flags
-    named = command in NAMED_ALONE or len(words) == NAMED_AT.get(command)
+    given = plain_words(parser, words[1:-1])
+    named = command in NAMED_ALONE or len(given) == NAMED_AT.get(command)
     if name or before == "--from" or named and not words[-1].startswith("-"):
         return [row["name"] for row in list_sessions(engines_of())]
-    if command in ("attach", "logs") and len(words) == 3:
-        jobs = [job["id"] for job in read_jobs(words[1])] if command == "logs" else []
-        return [*recorded_terminals(words[1]), *jobs]
+    if command in ("attach", "logs") and len(given) == 1 and not words[-1].startswith("-"):
+        jobs = [job["id"] for job in read_jobs(given[0])] if command == "logs" else []
+        return [*recorded_terminals(given[0]), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
         return [f"{row['name']}:" for row in list_sessions(engines_of())]
     for action in parser._actions:

@@ -21,11 +21,12 @@ All that it uses of sandbox.py (a test compares this list with the code):
     data: parse_json read_json is_exact is_plain a_name random_id printable one_line quote_all
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
-        read_settings write_settings lock_settings AGENTS options_of
+        read_settings write_settings lock_settings lock_homes AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
         recreate_session start_session stop_session remove_session users_of recall forget_files
-        generated_name spec_of check_spec check_mounts differences git_of
+        generated_name spec_of check_spec check_mounts differences git_of check_removed
+        check_stopped KILLED
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
         wanted_turn

@@ -622,6 +622,12 @@ def test_logs_of_terminals_and_jobs(service: Service, engine: Engine, name: str,
     job = service.post(f"/api/sessions/{name}/command", {"command": "echo by the job"}).json["id"]
     wait_for(lambda: service.get(f"/api/sessions/{name}/jobs/{job}").json["state"] == "ended")
     assert engine.sandbox("logs", name).stdout == "by the job\n"
+    odd = "printf '\\033]52;c;AAAA\\007\\033[1mbold\\033[m\\n'"
+    odd_id = service.post(f"/api/sessions/{name}/command", {"command": odd}).json["id"]
+    wait_for(lambda: service.get(f"/api/sessions/{name}/jobs/{odd_id}").json["state"] == "ended")
+    assert engine.sandbox("logs", name).stdout == "\33]52;c;AAAA\7\33[1mbold\33[m\n"
+    with engine.pty("logs", name) as terminal:
+        assert terminal.wait() == 0 and terminal.output == "?]52;c;AAAA?bold\r\n"
     id = begin(engine, name, "echo on a terminal; read -r word; echo got $word")
     assert engine.sandbox("logs", name).stdout == "on a terminal\n"
     assert engine.sandbox("logs", name, job).stdout == "by the job\n"
@@ -633,7 +639,7 @@ def test_logs_of_terminals_and_jobs(service: Service, engine: Engine, name: str,
         assert terminal.wait() == 0
     assert following.stdout.read().endswith("got it\n") and following.wait(30) == 0
     assert [(row["id"], row["kind"]) for row in rows(engine, name)] == [
-        (job, "command"), (id, "terminal")]
+        (job, "command"), (odd_id, "command"), (id, "terminal")]
     words = engine.sandbox("__complete", "logs", name, "").stdout.split()
     assert job in words
     assert name in engine.sandbox("__complete", "attach", "").stdout.split()

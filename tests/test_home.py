@@ -328,6 +328,23 @@ def test_a_session_with_another_name_is_the_same(engine: Engine, project: Path, 
     assert not list(home.rglob(f"{other}*"))
 
 
+def test_a_name_that_it_has_is_no_new_name(engine: Engine, project: Path, home: Path,
+                                           name: str) -> None:
+    said(engine, name, "echo kept >~/file")
+    refused = engine.sandbox("rename", name, name)
+    assert refused.returncode == 1 and f"{name} has that name already" in refused.stderr
+    assert said(engine, name, "cat ~/file") == "kept\n"
+
+
+def test_a_limit_can_be_taken_back(engine: Engine, project: Path, home: Path, name: str) -> None:
+    said(engine, name, "true", "--memory", "256m", "--cpus", "1", "--pids-limit", "500")
+    recreated(engine, name, "--memory", "", "--pids-limit", "")
+    made = made_from(engine, name)
+    assert [made[key] for key in ("memory", "cpus", "pidsLimit")] == [None, "1", 4096]
+    help = engine.sandbox("recreate", "--help").stdout
+    assert "default:" not in help and "What is not given stays as it is" in help
+
+
 def test_an_open_run_follows_a_rename(engine: Engine, name: str) -> None:
     """What it prints and removes is not that of the session that has its first name by then."""
     other = f"{name}-other"
@@ -476,8 +493,10 @@ def test_a_home_goes_with_its_session(engine: Engine, project: Path, home: Path,
     ran = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", "true", env=traced)
     assert ran.returncode == 0 and gone(engine, ran.stderr)
     with engine.pty("run", "-n", name, "-x", "true", env=traced) as screen:
+        screen.expect("[n] remove it and its conversations")
         screen.expect("Keep it?")
         screen.send("n\n")
+        screen.expect(f"removed {name} with its conversations")
         assert screen.wait() == 0
     assert gone(engine, screen.output)
 
