@@ -841,6 +841,52 @@ def test_what_was_not_merged_comes_with_the_next_merge(workspace: Workspace) -> 
     assert merge() == ([], [])
 
 
+def test_a_merge_that_left_something_does_not_merge_the_rest_again(workspace: Workspace) -> None:
+    workspace.write({"came": "X0", "fight": "0", "dir/left": "0", "dir/came": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"came": "X1", "fight": "1", "dir/left": "1", "dir/came": "1"})
+    (origin / "fight").write_text("person")
+    (origin / "dir/left").write_text("person")
+    (origin / "dir").chmod(0o700)
+
+    def merge(**request: Any) -> list[str]:
+        answer = workspace.call("merge", tree="origin", top=origin, **request)
+        return [row["path"] for row in answer["left"]]
+
+    assert merge() == ["dir/left", "fight"]
+    with workspace.turn():
+        workspace.write({"came": "X2", "dir/came": "2"})
+    assert merge(paths=["dir"]) == ["dir/left"]
+    assert [(origin / name).read_text() for name in ("came", "dir/came")] == ["X1", "2"]
+    assert merge() == ["dir/left", "fight"]
+    assert (origin / "came").read_text() == "X2"
+    assert (origin / "dir").stat().st_mode & 0o777 == 0o700
+    (origin / "fight").write_text("0")
+    assert merge() == ["dir/left"]
+    assert (origin / "fight").read_text() == "1"
+
+
+def test_a_copy_with_a_repository_of_its_own_is_merged_into_a_linked_worktree(
+        workspace: Workspace) -> None:
+    workspace.write({".git": "gitdir: /elsewhere\n", "a": "0", "sub/.git": "gitdir: /x\n"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        for name in (".git", "sub/.git"):
+            (workspace.top / name).unlink()
+            workspace.write({f"{name}/config": "[core]\n", f"{name}/HEAD": "x\n"})
+        workspace.write({"a": "1"})
+    for text in ("gitdir: /other\n", "gitdir: /elsewhere\n"):
+        (origin / ".git").write_text(text)
+        before = workspace.state(origin)
+        answer = workspace.call("merge", tree="origin", top=origin)
+        assert {row["path"] for row in answer["left"]} <= {".git", "sub/.git"}
+        assert not any(row["conflict"] for row in answer["left"])
+        assert workspace.state(origin) == before | {b"a": workspace.state()[b"a"]}
+
+
 # --- Races, kills and bounds ---
 
 

@@ -43,7 +43,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
@@ -358,6 +358,20 @@ class Store:
         return tree.decode(), {whole_git(in_workspace(marked.sub("", os.fsdecode(name))))
                                for name in names}
 
+    def graft(self, tree: str, source: str, paths: Iterable[str], whole: bool) -> str:
+        """The tree with what another one has at these paths, with all that is in a directory."""
+        into = Import(self, tree)
+        for path in paths:
+            for name in [marked(path, mark) for mark in MARKS] if path else [":dir"]:
+                lines = [into.look(side, name) for side in (tree, source)]
+                if all(line[0] == b"040000" for line in lines) and not (whole or in_git(path)):
+                    name = f"{name}/:dir"
+                    lines = [into.look(source, name)]
+                into.send(f"D {quoted(name)}")
+                if lines[-1][0] != b"missing":
+                    into.send(f"M {lines[-1][0].decode()} {lines[-1][2].decode()} {quoted(name)}")
+        return into.finish()
+
     # Bounds
 
     def prune(self, keep: int, most: int) -> int:
@@ -439,6 +453,14 @@ class Import:
     def drop(self, path: str) -> None:
         for mark in MARKS:
             self.send(f"D {quoted(marked(path, mark))}")
+
+    def look(self, tree: str, name: str) -> list[bytes]:
+        """Mode, type and id of an entry of a tree, or "missing"."""
+        self.send(f"ls {tree} {quoted(name)}")
+        assert self.process and self.process.stdin and self.process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.flush()
+        return self.process.stdout.readline().split() or [b"missing"]
 
     def finish(self) -> str:
         if self.process:
@@ -1182,26 +1204,26 @@ class Request:
         restore = Restore(walk, self.take("discard", bool, False))
         wanted = list[tuple[str, Entry | None, Entry | None]]()
         for path, old, new in self.store.changes(walk.tree, tree):
-            if not below(path, self.paths):
-                continue
-            if kind == "merge" and in_git(path):
-                conflicts -= {whole_git(path)}
-                restore.left[whole_git(path)] = "what is git's own does not leave a copy"
-                restore.never.add(whole_git(path))
-            elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
-                      or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
+            # merge-tree calls a file so where there is a directory of its name
+            plain = re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path)
+            if kind == "merge" and in_git(plain):
+                conflicts.add(whole_git(plain))
+            elif below(path, self.paths) and not any(
+                    below(name, conflicts) or f"{name}/:dir".lstrip("/") in conflicts
+                    for name in (path, plain)):
                 wanted.append((path, old, new))
         for path in {path.removesuffix(":dir").rstrip("/") for path in conflicts}:
-            if below(path, self.paths):
-                restore.left.setdefault(path, "both have changed it")
+            if below(path, self.paths) and kind == "merge" and in_git(path):
+                restore.left[path] = "what is git's own does not leave a copy"
+                restore.never.add(path)
+            elif below(path, self.paths):
+                restore.left[path] = "both have changed it"
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
                           "Paths begin at the top of the workspace.", "missing")
         dry = self.take("dry", bool, False)
         if not dry:
-            whole = self.paths == [""] and not conflicts
-            expected = {*restore.left}
             restore.apply()
             self.store.state["temporary"] = ""
             after = self.walk().tree
@@ -1209,7 +1231,11 @@ class Request:
             event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
                       "when": self.take("when", str, "")}
             if kind == "merge":  # what has not come this time comes with the next one
-                event["theirs"] = steps[0][whole and expected == {*restore.left}]
+                base, theirs = steps[0]
+                if self.paths != [""]:
+                    theirs = self.store.graft(base, theirs, self.paths, True)
+                event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
+                                                   - restore.never, False)
             if self.paths == [""] and (restore.done or not restore.left):
                 for other in self.events:
                     if other["id"] in turns:
