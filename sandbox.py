@@ -2840,6 +2840,11 @@ def follow_rename(engine: Engine, session: Session) -> None:
 
 def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
     """The commands that run in a session, one for each of its tags but our `own`; not autostart."""
+    return [words for tag, words in used_by(engine, session).items() if tag not in own]
+
+
+def used_by(engine: Engine, session: Session) -> dict[str, str]:
+    """The first of the processes with a tag, by that."""
     out = ""
     if session.state == "running":
         command = ["sh", "-c", asset("session/users.sh").decode()]
@@ -2849,10 +2854,10 @@ def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list
     found: dict[str, tuple[int, str]] = {}  # of each tag the first process
     for line in out.split("\n"):
         pid, tag, *words = (line + "  ").split(" ", 2)
-        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10 and tag not in own:
+        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10:
             process = int(pid), printable(words[0])[:200].strip()
             found[tag] = min(process, found.get(tag, process))
-    return [words for _, words in sorted(found.values())]
+    return {tag: words for tag, (_, words) in sorted(found.items(), key=lambda item: item[1])}
 
 
 USERS_BYTES = 1 << 20

@@ -138,7 +138,7 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 # --- Log, diff, undo and redo ---
 
 LISTED = 100  # warnings, and paths of an undo
-LINE_CHARS = 2000
+LINE_CHARS, WHAT_CHARS = 2000, 60
 BOLD, RED, GREEN, YELLOW, CYAN = "1", "31", "32", "33", "36"
 COLOURS = {"@": CYAN, "+": GREEN, "-": RED}
 FILE = {"path": str, "status": str, "oldMode": str | None, "newMode": str | None,
@@ -225,7 +225,9 @@ def warnings(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def patch_lines(row: Row) -> Iterator[tuple[str, str]]:
-    """A file's part of a patch, in git's format."""
+    """A file's part of a patch, in git's format; what was not kept has none."""
+    if row.get("kept") is False:
+        return
     old, new, patch = row["oldMode"], row["newMode"], row.get("patch")
     a, b = (quoted(f"{side}/{row['path']}") for side in "ab")
     before, after = a if old else "/dev/null", b if new else "/dev/null"
@@ -289,78 +291,102 @@ def asked_for(args: argparse.Namespace, session: Session,
               turns: Sequence[Row]) -> tuple[Row | None, list[str]]:
     """The turn and the paths, relative to the workspace, that a command was given."""
     words = [word for word in (args.turn, *args.paths) if word is not None]
-    turn = pick_turn(turns, words[0], os.path.lexists(words[0])) if words else None
-    return turn, [in_workspace(session, word) for word in words[turn is not None:]]
+    paths = [in_workspace(session, word) for word in words]
+    there = [os.path.lexists(os.path.join(session.created()[0]["directory"], path))
+             for path in paths]
+    turn = pick_turn(turns, words[0], there[0]) if words else None
+    return turn, paths[turn is not None:]
+
+
+def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+              word: str | None, writable: bool = False) -> dict[str, Any]:
+    """The answer; `word` was given where a turn could have been."""
+    try:
+        return ask_shadow(engine, session, verb, request, writable)
+    except SandboxError as error:
+        if word and getattr(error, "kind", "") == "missing":
+            error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
+        raise
 
 
 def turns_of(engine: Engine, session: Session) -> list[Row]:
-    return rows_of(ask_shadow(engine, session, "log", {}), "turns", TURN)
-
-
-def state_of(turn: Row, turns: Sequence[Row]) -> str:
-    if turn["kind"] == "turn" and not turn["after"] and turn is turns[-1]:
-        return "not ended"
-    return "undone" if turn.get("undone") else ""
+    """What the store keeps, the oldest first, each with its state."""
+    turns = rows_of(ask_shadow(engine, session, "log", {}), "turns", TURN)
+    runs = dict[str, str]()
+    if any(turn["kind"] == "turn" and not turn.get("after") for turn in turns):
+        runs = sandbox.used_by(engine, session) | {
+            job["id"]: job["what"] for job in sandbox.read_jobs(session.name)
+            if job["state"] == "running"}
+    for turn in turns:
+        ended = turn["kind"] != "turn" or turn.get("after")
+        turn["state"] = ("undone" if turn.get("undone") else "" if ended else
+                         "running" if turn["id"] in runs else "not ended")
+    return turns
 
 
 def what_of(turn: Row) -> str:
-    if turn["kind"] != "turn":
-        return " ".join([turn["kind"], *map(str, turn.get("turns") or ())])
+    """An agent and its prompt or command, or which turns were undone."""
     lines = (turn.get("command") or "").strip().split("\n")
-    return ": ".join(filter(None, (turn.get("what"), lines[0])))[:60]
+    text = ": ".join(filter(None, (turn.get("what"), lines[0])))
+    if turn["kind"] != "turn":
+        text = " ".join([turn["kind"], *map(str, turn.get("turns") or ())])
+    return text if len(text) <= WHAT_CHARS else f"{text[:WHAT_CHARS - 1]}…"
 
 
 def cmd_log(args: argparse.Namespace) -> int:
-    turns = turns_of(*sandbox.find_given(sandbox.engines_of(args), args.session, "log"))
+    turns = turns_of(*sandbox.find_given(sandbox.engines_of(args), args.session, "log"))[::-1]
     if args.json:
-        print(sandbox.to_json(turns[::-1], indent=2))
-        return 0
-    sandbox.print_columns(("id", "when", "what", "files", "lines", "warnings", "state"), [
-        {"id": turn["id"], "when": sandbox.local_time(turn.get("when") or ""),
-         "what": what_of(turn), "files": turn.get("files"), "state": state_of(turn, turns),
-         "lines": "" if turn.get("added") is None else f"+{turn['added']} -{turn.get('deleted')}",
-         "warnings": turn.get("risky") or None} for turn in turns[::-1]])
+        print(sandbox.to_json(turns, indent=2))
+    elif turns:
+        sandbox.print_columns(("id", "when", "what", "files", "lines", "warnings", "state"), [
+            turn | {"when": sandbox.local_time(turn.get("when") or ""), "what": what_of(turn),
+                    "lines": None if turn.get("added") is None
+                    else f"+{turn['added']} -{turn['deleted']}",
+                    "warnings": turn.get("risky") or None} for turn in turns])
+    else:
+        say(f"no turn of {args.session} is kept: those of agents and prompts are, and with "
+            "--checkpoint those of other commands")
     return 0
 
 
 def cmd_diff(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "diff")
     turn, paths = asked_for(args, session, turns_of(engine, session) if args.turn else [])
-    request = {"turn": turn["id"] if turn else "", "paths": paths,
+    request = {"turn": turn["id"] if turn else "", "paths": paths, "now": True,
                "agents": list(sandbox.AGENTS), "patch": not (args.stat or args.json)}
-    answer = ask_shadow(engine, session, "diff", request)
-    rows = rows_of(answer, "files", FILE)
+    answer = ask_about(engine, session, "diff", request, None if turn else args.turn)
+    rows, more = rows_of(answer, "files", FILE), answer.get("more")
     if args.json:
-        print(sandbox.to_json({"from": answer.get("from"), "to": answer.get("to"),
-                               "files": rows, "more": answer.get("more")}, indent=2))
+        print(sandbox.to_json({"from": answer.get("from"), "to": answer.get("to"), "files": rows,
+                               "more": more}, indent=2))
         return 0
     lines = [*warnings(rows), *(stat_lines(rows) if args.stat else
                                 (line for row in rows for line in patch_lines(row)))]
-    if answer.get("more"):
-        lines.append((f"… and {answer['more']} more files", YELLOW))
-    page(lines)
+    page([*lines, *([(f"… and {more} more files", YELLOW)] if more else [])])
     return 0
 
 
 def cmd_undo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "undo")
-    every = turns_of(engine, session)
-    turns = [turn for turn in every if turn["kind"] in ("turn", "merge") and turn["tree"] == "main"]
+    turns = [turn for turn in turns_of(engine, session)
+             if turn["kind"] in ("turn", "merge") and turn["tree"] == "main"]
     turn, paths = asked_for(args, session, turns)
-    open_turns = [one for one in turns if not one.get("undone")]
-    if not (turn or open_turns):
+    left = [one for one in turns if not one.get("undone")]
+    if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
-    users = [] if args.dry_run else sandbox.users_of(engine, session)
-    first = turn or open_turns[-1]
-    if users and any(state_of(one, every) for one in open_turns[-1:]) and not args.in_use:
-        question = f"{open_turns[-1]['id']} still runs ({users[0]}). Undo what it has done? [y/N] "
+    first = turn or left[-1]
+    runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
+    if runs and not (args.dry_run or args.in_use):
+        question = f"{runs[-1]} still runs. Undo what it has done so far? [y/N] "
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
-            raise SandboxError(f"nothing was undone, for {open_turns[-1]['id']} still runs: "
-                               f"{users[0]}", "wait for its end, or add -f")
+            raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
+                               "wait for its end, or add -f to undo what it has done so far")
     request = {"turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
                "when": sandbox.iso_seconds(time.time())}
-    answer = ask_shadow(engine, session, "undo", request, writable=not args.dry_run)
+    answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
+                       writable=not args.dry_run)
     status = tell(answer, args.dry_run)
+    users = [] if args.dry_run else sandbox.users_of(engine, session)
     if users:
         say(f"what runs in {session.name} may change it again: {'; '.join(users[:3])}")
     return status
@@ -373,7 +399,7 @@ def cmd_redo(args: argparse.Namespace) -> int:
 
 
 def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
-    """Say what an undo or redo has changed, or would, and what stays: then the status is 1."""
+    """Say what an undo or redo has changed, or would, and what stays; 1 for a conflict."""
     changed = rows_of(answer, "changed", {"path": str, "status": str})
     left = rows_of(answer, "left", {"path": str, "why": str})
     for row in changed[:LISTED]:
@@ -385,4 +411,4 @@ def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
             where(f"… and {len(rows) - LISTED:,} more")
     if not (changed or left):
         say("there was nothing to change")
-    return 1 if left else 0
+    return 1 if any(row.get("conflict", True) for row in left) else 0

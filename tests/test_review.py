@@ -1,26 +1,35 @@
 """What a person sees of the turns of agents: log, diff, undo and redo."""
 
-import contextlib
 import json
 import os
 import re
-import shlex
+import secrets
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Terminal
-from test_shadow import Workspace, names, workspace
+from conftest import PYTHON, ROOT, TIMEOUT_SECONDS, Engine, Terminal, write_config
+from test_agents import image
+from test_shadow import State, Workspace, names, workspace
 
-import sandbox
-import sandbox_changes
-from sandbox import Session
-from sandbox_changes import BOLD, LINE_CHARS, LISTED, page, patch_lines, quoted, shown_line
+from sandbox import SandboxError
+from sandbox_changes import (
+    BOLD,
+    LINE_CHARS,
+    LISTED,
+    patch_lines,
+    pick_turn,
+    quoted,
+    rows_of,
+    shown_line,
+    warnings,
+)
 
-__all__ = ["workspace"]  # a fixture
+__all__ = ["image", "workspace"]  # fixtures
 
 # --- Nothing of a file or a name reaches a terminal as more than text ---
 
@@ -55,11 +64,12 @@ def test_a_long_line_is_cut_with_a_word() -> None:
 def test_an_answer_of_another_form_is_refused() -> None:
     row = {"path": "a", "status": "added"}
     shape = {"path": str, "status": str}
-    assert sandbox_changes.rows_of({"changed": [row]}, "changed", shape) == [row]
-    for answer in ({}, {"changed": None}, {"changed": {}}, {"changed": ["a"]},
-                   {"changed": [{"path": "a"}]}, {"changed": [row | {"path": 7}]}):
-        with pytest.raises(sandbox.SandboxError, match="nonsense"):
-            sandbox_changes.rows_of(answer, "changed", shape)
+    assert rows_of({"changed": [row]}, "changed", shape) == [row]
+    answers: list[dict[str, Any]] = [{}, {"changed": None}, {"changed": {}}, {"changed": ["a"]},
+                   {"changed": [{"path": "a"}]}, {"changed": [row | {"path": 7}]}]
+    for answer in answers:
+        with pytest.raises(SandboxError, match="nonsense"):
+            rows_of(answer, "changed", shape)
 
 
 # --- The pager ---
@@ -120,3 +130,262 @@ def test_a_pipe_gets_plain_text_and_no_pager() -> None:
     done = subprocess.run([sys.executable, "-c", PAGE.format(LINES)], cwd=ROOT, env=env, text=True,
                           capture_output=True)
     assert done.stdout == "--- a/x\n+new ^[[2J\n-old\nleft\n"
+
+
+# --- What a diff says ---
+
+
+def shown(workspace: Workspace, turn: str) -> str:
+    """The patch of a turn, as a pipe gets it."""
+    rows = workspace.call("diff", turn=turn, patch=True)["files"]
+    lines = [*warnings(rows), *(line for row in rows for line in patch_lines(row))]
+    return "".join(f"{shown_line(line)}\n" for line, _ in lines)
+
+
+def test_what_others_make_of_a_patch_is_what_the_agent_did(workspace: Workspace) -> None:
+    """Warnings above it do not matter to them, nor does anything that a file or a name holds."""
+    workspace.write({"edit": "1\n2\n3\n", "gone": "x\ny\n", "dir/with space": "s\n", "grün": "g",
+                     "mode": "m\n", "same": "s\n", "-- a/x": "1\n", "evil": "+++ b/same\n"})
+    before = workspace.area / "before"
+    shutil.copytree(workspace.top, before)
+    with workspace.turn():
+        workspace.write({"edit": "1\nzwei\n3", "new": "a\n\tb", "dir/with space": "t\n",
+                         "empty": "", "grün": "grün", "Makefile": "all:\n\trm\n", "-- a/x": "2\n",
+                         "evil": "--- a/same\n+++ b/same\n@@ -1 +1 @@\n-s\n+evil\n"})
+        (workspace.top / "gone").unlink()
+        (workspace.top / "mode").chmod(0o755)
+        (workspace.top / "link").symlink_to("edit")
+    text = shown(workspace, "t1")
+    assert text.startswith("warning: Makefile: a build runs it\n")
+    subprocess.run(["git", "apply", "-v"], cwd=before, input=text.encode(), check=True)
+    assert workspace.state(before) == workspace.state()
+
+
+def test_what_is_not_a_patch_has_words(workspace: Workspace) -> None:
+    workspace.write({".gitignore": "node_modules/\n", "node_modules/x": "1", "kind": "k"})
+    with workspace.turn():
+        workspace.write({"node_modules/x": "22", "binary": "\0\1", "long": "line\n" * 500_000,
+                         "more": "line\n" * 500_000})
+        (workspace.top / "kind").unlink()
+        (workspace.top / "kind").symlink_to("long")
+        (workspace.top / "huge").touch()
+        os.truncate(workspace.top / "huge", 20 << 20)
+    text = shown(workspace, "t1")
+    assert re.search("^not kept: huge: .+\nnot kept: node_modules: .+\n", text)
+    assert "\nBinary files /dev/null and b/binary differ\n" in text
+    assert "\nold mode 100644\nnew mode 120777\n" in text
+    assert len(text) < 6 << 20 and text.endswith("name this path\n")
+    assert "a/huge" not in text and "a/node_modules" not in text
+
+
+def test_warnings_leave_room_for_the_rest(workspace: Workspace) -> None:
+    with workspace.turn():
+        workspace.write({f".vscode/{number:03}": "x" for number in range(2 * LISTED)})
+    lines = shown(workspace, "t1").splitlines()
+    assert lines[LISTED - 1].startswith(f"warning: .vscode/{LISTED - 1:03}: ")
+    assert lines[LISTED] == f"… and {LISTED} more such lines: --json has them all"
+    assert lines[LISTED + 1] == "diff --git a/.vscode/000 b/.vscode/000"
+
+
+TURNS = [{"id": "3f2a9c01d4"}, {"id": "3f77777777"}, {"id": "01989f5c1a2-3f2a9c01d4"}]
+
+
+@pytest.mark.parametrize("word, at", [("3f2a9c01d4", 0), ("3f2", 0), ("3f7", 1), ("-1", 2),
+                                      ("-3", 0), ("0198", 2), ("src", None), ("", None)])
+def test_a_word_is_a_turn_where_it_names_one(word: str, at: int | None) -> None:
+    assert pick_turn(TURNS, word, False) == (None if at is None else TURNS[at])
+
+
+@pytest.mark.parametrize("word, exists, message", [
+    ("3f", False, "3f may be 3f2a9c01d4, 3f77777777"), ("3f2", True, "or a path"),
+    ("-4", False, "there is no turn -4: 3 are kept"), ("-0", False, "there is no turn -0")])
+def test_a_word_that_may_be_two_things_is_refused(word: str, exists: bool, message: str) -> None:
+    with pytest.raises(SandboxError, match=message):
+        pick_turn(TURNS, word, exists)
+
+
+# --- On the engines ---
+
+ASK = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import sandbox, sandbox_changes
+found = sandbox.find_given(sandbox.engines_of(), sys.argv[2], "test")
+print(json.dumps(sandbox_changes.ask_shadow(*found, sys.argv[3], json.loads(sys.argv[4]))))
+"""
+
+
+@dataclass
+class Review:
+    """A session of the product's image, and our commands on it."""
+
+    engine: Engine
+    name: str
+    top: Path
+    number: int = 0
+
+    def call(self, command: str, *words: str, fails: int = 0, **where: Any) -> str:
+        """What it prints, which a terminal may get; in `said` what it says."""
+        done = self.engine.sandbox(command, self.name, *words, **where)
+        assert done.returncode == fails, done
+        for text in (done.stdout, done.stderr):
+            assert all(c.isprintable() or c in "\n\t" for c in text), text
+        self.said = done.stderr
+        return done.stdout
+
+    def turn(self, script: str) -> str:
+        """What an agent does, with sudo where it likes; the id of its turn."""
+        self.number += 1
+        id = f"{self.number:x}" + secrets.token_hex(5)[1:]
+        about = {"id": id, "when": "2026-01-02T03:04:05Z", "what": "agent", "command": script}
+        self.ask("snapshot", turn=about)
+        done = self.engine.sandbox("run", "-n", self.name, "-x", "sh", "-c", script)
+        assert not done.returncode, done
+        self.ask("snapshot", end=id)
+        return id
+
+    def ask(self, verb: str, **request: Any) -> None:
+        argv = [PYTHON, "-c", ASK, str(self.engine.area / "app"), self.name, verb,
+                json.dumps(request)]
+        done = self.engine._run(argv, None, TIMEOUT_SECONDS, {})
+        assert not done.returncode, done
+
+    def state(self) -> State:
+        directory = Workspace.__new__(Workspace)
+        directory.top = self.top
+        return directory.state()
+
+    def rows(self, *words: str, **where: Any) -> dict[str, Any]:
+        answer = json.loads(self.call("diff", "--json", *words, **where))
+        return {row["path"]: row for row in answer["files"]}
+
+
+@pytest.fixture
+def review(engine: Engine, home: Path, project: Path, name: str, image: str) -> Review:
+    write_config(home, imageName=image.partition(":")[0], network="none")
+    made = engine.sandbox("run", "-n", name, "-x", "true")
+    assert not made.returncode, made
+    return Review(engine, name, project)
+
+
+def test_a_turn_is_shown_undone_and_redone(review: Review) -> None:
+    lines = [f"{number}\n" for number in range(20)]
+    text = "".join(lines)
+    for name, content in {"both": text, "gone": "g\n", "fight": "x\n", "mine": "a\n"}.items():
+        (review.top / name).write_text(content)
+        os.chown(review.top / name, review.engine.uid, review.engine.gid)
+    (review.top / "gone").chmod(0o640)
+    before = review.state()
+    id = review.turn("""
+        sed -i '1s/.*/agent/' both; rm gone; echo agent >fight; mkdir -p .git/hooks d
+        printf 'x\\033[2J\\r\\n' >.git/hooks/pre-commit; chmod 4755 .git/hooks/pre-commit
+        ln -s /etc/passwd d/out; echo root >d/root; sudo chown 0:0 d/root; sudo chmod 600 d/root""")
+    after = review.state()
+    (row,) = json.loads(review.call("log", "--json"))
+    assert (row["id"], row["what"], row["files"], row["state"]) == (id, "agent", 6, "")
+    head, line = review.call("log").splitlines()
+    assert head.split() == ["ID", "WHEN", "WHAT", "FILES", "LINES", "WARNINGS", "STATE"]
+    assert line.startswith(id) and re.search(r"  6 +\+5 -3 +2 +-$", line)
+    patch = review.call("diff", "-1")
+    assert patch.startswith("warning: .git/hooks/pre-commit: git runs it at a commit")
+    assert "\nnew file mode 104755\n" in patch and "\n+x^[[2J^M\n" in patch
+    assert review.rows(id[:4], "both") == review.rows("both") == {"both": {
+        "path": "both", "status": "modified", "oldMode": "100644", "newMode": "100644",
+        "size": len(text) + 4, "binary": False, "added": 1, "deleted": 1, "risk": []}}
+    planned = review.call("undo", "--dry-run")
+    assert review.state() == after
+    # The person has worked on, too.
+    (review.top / "both").write_text("".join(["agent\n", *lines[1:19], "person\n"]))
+    (review.top / "mine").write_text("person\n")
+    undone = review.call("undo")
+    assert sorted(planned.splitlines()) == sorted(undone.splitlines())
+    assert {"modified  both", "added     gone", "deleted   d/root"} < {*undone.splitlines()}
+    person = review.state()
+    assert (review.top / "both").read_text() == "".join([*lines[:19], "person\n"])
+    assert (review.top / "mine").read_text() == "person\n"
+    assert person | {path: before[path] for path in (b"both", b"mine")} == before
+    assert json.loads(review.call("log", "--json"))[1]["state"] == "undone"
+    assert "nothing to undo" in (review.call("undo", fails=1), review.said)[1]
+    review.call("redo")
+    again = review.state()
+    assert (review.top / "both").read_text() == "".join(["agent\n", *lines[1:19], "person\n"])
+    assert again | {path: after[path] for path in (b"both", b"mine")} == after
+
+
+def test_a_conflict_is_named_and_left(review: Review) -> None:
+    (review.top / "fight").write_text("x\n")
+    (review.top / "other").write_text("x\n")
+    review.turn("sudo sh -c 'echo agent >fight; echo agent >other'")
+    (review.top / "fight").write_text("person\n")
+    assert review.call("undo", "--dry-run", fails=1) == "modified  other\n"
+    assert review.said == "sandbox: fight would stay as it is: both have changed it\n"
+    assert review.call("undo", fails=1) == "modified  other\n"
+    assert review.said == "sandbox: fight was left as it is: both have changed it\n"
+    assert (review.top / "fight").read_text() == "person\n"
+    assert (review.top / "other").read_text() == "x\n"
+
+
+def test_turns_and_paths_are_found_from_anywhere(review: Review) -> None:
+    (review.top / "src" / "deep").mkdir(parents=True)
+    first = review.turn("sudo sh -c 'echo 1 >src/deep/a; echo 1 >b'")
+    second = review.turn("sudo sh -c 'echo 2 >src/deep/a; echo 2 >c; echo 1 >./-1; echo 1 >a'")
+    src = review.top / "src"
+    assert {*review.rows()} == {"src/deep/a", "a", "b", "c", "-1"}
+    assert {*review.rows(first)} == {*review.rows("-2")} == {"src/deep/a", "b"}
+    assert {*review.rows("src")} == {*review.rows("deep", cwd=src)} == {"src/deep/a"}
+    assert {*review.rows("src/deep", cwd=Path("/"))} == {"src/deep/a"}
+    assert {*review.rows("./deep/a", "../c", cwd=src)} == {"src/deep/a", "c"}
+    assert {*review.rows("-1", str(src), "b", "./-1")} == {"src/deep/a", "-1"}
+    assert {*review.rows("--", "-1")} == {"src/deep/a", "c", "-1", "a"}
+    stat = review.call("diff", "--stat", second, "src").splitlines()
+    assert stat == ["modified         +1 -1  src/deep/a", "1 changed, 1 lines added, 1 deleted"]
+    review.call("undo", "deep", cwd=src)
+    assert (src / "deep" / "a").read_text() == "1\n" and (review.top / "c").exists()
+    review.call("undo", first)
+    assert sorted(os.listdir(review.top)) == ["src"] and os.listdir(src / "deep") == []
+
+
+def test_no_name_and_no_content_is_more_than_text(review: Review, workspace: Workspace) -> None:
+    """Review.call() looks at all that is printed."""
+    review.turn("true")
+    (review.top / "sub").mkdir()
+    workspace.top = review.top / "sub"
+    names(workspace)
+    hostile = {os.fsdecode(path) for path, (mode, *_) in review.state().items()
+               if mode.startswith("0o1") and b"/.git/objects/" not in path}
+    review.turn("sudo touch done; echo '\x1b]0;title\x07'")
+    assert hostile - {*review.rows()} == set()
+    assert json.loads(review.call("diff", "--json"))["more"] == 0
+    for words in (["log"], ["diff"], ["diff", "--stat"], ["undo", "-2", "--dry-run"]):
+        assert review.call(*words)
+    assert "\n+'new\\nline'\n" not in review.call("diff")
+    review.call("undo", "-2", "--dry-run")
+
+
+BAD = [("diff", "nope", 1, "nothing has changed at nope"), ("diff", "-9", 1, "there is no turn -9"),
+       ("diff", "/etc", 2, "/etc is not in the workspace"), ("undo", "../x", 2, "is not in the wo"),
+       ("undo", "nope", 1, "nothing is to change at nope")]
+
+
+def test_a_mistake_is_said_and_nothing_is_done(review: Review) -> None:
+    for command in ("diff", "undo", "redo"):
+        review.call(command, fails=1)
+        assert re.search("no snapshot yet|nothing to (un|re)do", review.said)
+    assert review.call("log") == "" and "--checkpoint" in review.said
+    assert review.call("log", "--json") == "[]\n"
+    review.turn("sudo sh -c 'echo 1 >a'")
+    before = review.state()
+    for command, word, status, message in BAD:
+        assert review.call(command, word, fails=status) == ""
+        assert message in review.said and len(review.said.splitlines()) <= 2
+    missing = review.engine.sandbox("undo", f"{review.name}x")
+    assert (missing.returncode, missing.stdout) == (1, "") and "no container" in missing.stderr
+    moved = review.top.with_name(f"{review.top.name}-moved")
+    review.top.rename(moved)
+    try:
+        for command in ("diff", "undo"):
+            review.call(command, fails=1, cwd=moved)
+            assert str(review.top) in review.said
+    finally:
+        moved.rename(review.top)
+    assert review.state() == before
