@@ -358,19 +358,18 @@ LINE_CHARS, WHAT_CHARS = 2000, 60
 BOLD, RED, GREEN, YELLOW, CYAN = "1", "31", "32", "33", "36"
 COLOURS = {"@": CYAN, "+": GREEN, "-": RED}
 FILE = {"path": str, "status": str, "oldMode": str | None, "newMode": str | None,
-        "size": int | None, "binary": bool, "added": int, "deleted": int, "risk": list,
-        "patch": str | None}
+        "size": int | None, "binary": bool, "added": int, "deleted": int, "risk": list}
 TURN = {"id": str, "kind": str, "tree": str, "what": str | None, "command": str | None,
         "when": str | None, "after": str | None, "files": int | None, "added": int | None,
         "deleted": int | None, "risky": int | None, "turns": list | None, "undone": bool | None}
 
 
 def rows_of(answer: Mapping[str, Any], key: str, shape: Mapping[str, Any]) -> list[Row]:
-    """The rows of an answer, whose fields have these types. Raises SandboxError."""
+    """The rows of an answer, with fields of these types. Raises SandboxError."""
     rows = answer.get(key)
     if isinstance(rows, list) and all(isinstance(row, dict) and all(
             isinstance(row.get(name), kind) for name, kind in shape.items()) for row in rows):
-        return rows
+        return [dict.fromkeys(shape) | row for row in rows]
     raise SandboxError("what reads the snapshots has answered nonsense",
                        "make the image anew: sandbox build")
 
@@ -444,7 +443,7 @@ def patch_lines(row: Row) -> Iterator[tuple[str, str]]:
     """A file's part of a patch, in git's format; what was not kept has none."""
     if row.get("kept") is False:
         return
-    old, new, patch = row["oldMode"], row["newMode"], row.get("patch")
+    old, new, patch = row["oldMode"], row["newMode"], str(row.get("patch") or "")
     a, b = (quoted(f"{side}/{row['path']}") for side in "ab")
     before, after = a if old else "/dev/null", b if new else "/dev/null"
     head = [f"diff --git {a} {b}"]
@@ -529,23 +528,24 @@ def turns_of(engine: Engine, session: Session) -> list[Row]:
     """What the store keeps, the oldest first, each with its state."""
     turns = rows_of(ask_shadow(engine, session, "log", {}), "turns", TURN)
     runs = dict[str, str]()
-    if any(turn["kind"] == "turn" and not turn.get("after") for turn in turns):
+    if any(turn["kind"] == "turn" and not turn["after"] for turn in turns):
         runs = sandbox.used_by(engine, session) | {
             job["id"]: job["what"] for job in sandbox.read_jobs(session.name)
             if job["state"] == "running"}
+    mark_overlaps(turns)
     for turn in turns:
-        ended = turn["kind"] != "turn" or turn.get("after")
-        turn["state"] = ("undone" if turn.get("undone") else "" if ended else
+        ended = turn["kind"] != "turn" or turn["after"]
+        turn["state"] = ("undone" if turn["undone"] else "" if ended else
                          "running" if turn["id"] in runs else "not ended")
     return turns
 
 
 def what_of(turn: Row) -> str:
     """An agent and its prompt or command, or which turns were undone."""
-    lines = (turn.get("command") or "").strip().split("\n")
-    text = ": ".join(filter(None, (turn.get("what"), lines[0])))
+    lines = (turn["command"] or "").strip().split("\n")
+    text = ": ".join(filter(None, (turn["what"], lines[0])))
     if turn["kind"] != "turn":
-        text = " ".join([turn["kind"], *map(str, turn.get("turns") or ())])
+        text = " ".join([turn["kind"], *map(str, turn["turns"] or ())])
     return text if len(text) <= WHAT_CHARS else f"{text[:WHAT_CHARS - 1]}…"
 
 
@@ -555,10 +555,10 @@ def cmd_log(args: argparse.Namespace) -> int:
         print(sandbox.to_json(turns, indent=2))
     elif turns:
         sandbox.print_columns(("id", "when", "what", "files", "lines", "warnings", "state"), [
-            turn | {"when": sandbox.local_time(turn.get("when") or ""), "what": what_of(turn),
-                    "lines": None if turn.get("added") is None
+            turn | {"when": sandbox.local_time(turn["when"] or ""), "what": what_of(turn),
+                    "lines": None if turn["added"] is None
                     else f"+{turn['added']} -{turn['deleted']}",
-                    "warnings": turn.get("risky") or None} for turn in turns])
+                    "warnings": turn["risky"] or None} for turn in turns])
     else:
         say(f"no turn of {args.session} is kept: those of agents and prompts are, and with "
             "--checkpoint those of other commands")
@@ -587,7 +587,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
     turns = [turn for turn in turns_of(engine, session)
              if turn["kind"] in ("turn", "merge") and turn["tree"] == "main"]
     turn, paths = asked_for(args, session, turns)
-    left = [one for one in turns if not one.get("undone")]
+    left = [one for one in turns if not one["undone"]]
     if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
     first = turn or left[-1]
@@ -597,8 +597,9 @@ def cmd_undo(args: argparse.Namespace) -> int:
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
-    request = {"turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
-               "when": sandbox.iso_seconds(time.time())}
+    request = bounds(sandbox.session_config(session)) | {
+        "turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
+        "when": sandbox.iso_seconds(time.time())}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
                        writable=not args.dry_run)
     status = tell(answer, args.dry_run)
@@ -610,7 +611,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
 
 def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
-    request = {"when": sandbox.iso_seconds(time.time())}
+    request = bounds(sandbox.session_config(session)) | {"when": sandbox.iso_seconds(time.time())}
     return tell(ask_shadow(engine, session, "redo", request, writable=True))
 
 

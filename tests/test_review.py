@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PYTHON, ROOT, TIMEOUT_SECONDS, Engine, Terminal, write_config
-from test_agents import image
+from conftest import ROOT, Engine, Terminal, write_config
+from service import wait_for
+from test_agents import IMAGE, STUB_ANSWERS, image, write_stub_config
 from test_shadow import State, Workspace, names, workspace
 
 from sandbox import SandboxError
@@ -206,14 +206,6 @@ def test_a_word_that_may_be_two_things_is_refused(word: str, exists: bool, messa
 
 # --- On the engines ---
 
-ASK = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import sandbox, sandbox_changes
-found = sandbox.find_given(sandbox.engines_of(), sys.argv[2], "test")
-print(json.dumps(sandbox_changes.ask_shadow(*found, sys.argv[3], json.loads(sys.argv[4]))))
-"""
-
 
 @dataclass
 class Review:
@@ -222,7 +214,6 @@ class Review:
     engine: Engine
     name: str
     top: Path
-    number: int = 0
 
     def call(self, command: str, *words: str, fails: int = 0, **where: Any) -> str:
         """What it prints, which a terminal may get; in `said` what it says."""
@@ -235,20 +226,12 @@ class Review:
 
     def turn(self, script: str) -> str:
         """What an agent does, with sudo where it likes; the id of its turn."""
-        self.number += 1
-        id = f"{self.number:x}" + secrets.token_hex(5)[1:]
-        about = {"id": id, "when": "2026-01-02T03:04:05Z", "what": "agent", "command": script}
-        self.ask("snapshot", turn=about)
-        done = self.engine.sandbox("run", "-n", self.name, "-x", "sh", "-c", script)
+        done = self.engine.sandbox("run", "-n", self.name, "--checkpoint", "-x", "sh", "-c", script)
         assert not done.returncode, done
-        self.ask("snapshot", end=id)
-        return id
+        return str(self.log()[0]["id"])
 
-    def ask(self, verb: str, **request: Any) -> None:
-        argv = [PYTHON, "-c", ASK, str(self.engine.area / "app"), self.name, verb,
-                json.dumps(request)]
-        done = self.engine._run(argv, None, TIMEOUT_SECONDS, {})
-        assert not done.returncode, done
+    def log(self) -> Any:
+        return json.loads(self.call("log", "--json"))
 
     def state(self) -> State:
         directory = Workspace.__new__(Workspace)
@@ -281,11 +264,14 @@ def test_a_turn_is_shown_undone_and_redone(review: Review) -> None:
         printf 'x\\033[2J\\r\\n' >.git/hooks/pre-commit; chmod 4755 .git/hooks/pre-commit
         ln -s /etc/passwd d/out; echo root >d/root; sudo chown 0:0 d/root; sudo chmod 600 d/root""")
     after = review.state()
-    (row,) = json.loads(review.call("log", "--json"))
-    assert (row["id"], row["what"], row["files"], row["state"]) == (id, "agent", 6, "")
+    (row,) = review.log()
+    assert (row["id"], row["what"], row["files"], row["state"]) == (id, "command", 6, "")
     head, line = review.call("log").splitlines()
     assert head.split() == ["ID", "WHEN", "WHAT", "FILES", "LINES", "WARNINGS", "STATE"]
     assert line.startswith(id) and re.search(r"  6 +\+5 -3 +2 +-$", line)
+    with review.engine.pty("diff", review.name, env={"PAGER": "cat"}) as terminal:
+        assert terminal.wait() == 0
+        assert "\x1b[32m+x\x1b[7m^[\x1b[27m[2J\x1b[7m^M\x1b[27m\x1b[m\r\n" in terminal.output
     patch = review.call("diff", "-1")
     assert patch.startswith("warning: .git/hooks/pre-commit: git runs it at a commit")
     assert "\nnew file mode 104755\n" in patch and "\n+x^[[2J^M\n" in patch
@@ -304,7 +290,7 @@ def test_a_turn_is_shown_undone_and_redone(review: Review) -> None:
     assert (review.top / "both").read_text() == "".join([*lines[:19], "person\n"])
     assert (review.top / "mine").read_text() == "person\n"
     assert person | {path: before[path] for path in (b"both", b"mine")} == before
-    assert json.loads(review.call("log", "--json"))[1]["state"] == "undone"
+    assert review.log()[1]["state"] == "undone"
     assert "nothing to undo" in (review.call("undo", fails=1), review.said)[1]
     review.call("redo")
     again = review.state()
@@ -360,6 +346,74 @@ def test_no_name_and_no_content_is_more_than_text(review: Review, workspace: Wor
         assert review.call(*words)
     assert "\n+'new\\nline'\n" not in review.call("diff")
     review.call("undo", "-2", "--dry-run")
+
+
+def test_what_a_real_agent_did_is_taken_back(engine: Engine, home: Path, project: Path, name: str,
+                                             image: str) -> None:
+    write_stub_config(engine, home)
+    review = Review(engine, name, project)
+    (project / "notes").write_text("1\n2\n3\n")
+    os.chown(project / "notes", engine.uid, engine.gid)
+    for words in (["-y", "c", "--", "--version"], ["-x", STUB_ANSWERS]):
+        assert not engine.sandbox("run", "-n", name, *words).returncode
+    before = review.state()
+    prompt = ("please run: sed -i s/1/agent/ notes && mkdir -m 750 src && echo {} >src/package.json"
+              " && chmod 600 src/package.json && echo written")
+    ran = engine.sandbox("run", "-n", name, "--checkpoint", "-y", "c", "--", "-p", prompt)
+    assert "written" in ran.stdout, ran
+    after = review.state()
+    assert {"notes", "src/package.json"} <= {*review.rows()}
+    (turn,) = review.log()
+    assert (turn["what"], turn["state"]) == ("agent", "")
+    assert turn["id"] in review.call("log") and "+agent\n" in review.call("diff", turn["id"][:6])
+    (project / "notes").write_text("agent\n2\nthe person's\n")
+    review.call("undo", turn["id"][:6])
+    assert (project / "notes").read_text() == "1\n2\nthe person's\n"
+    assert review.state() | {b"notes": before[b"notes"]} == before
+    review.call("redo")
+    assert (project / "notes").read_text() == "agent\n2\nthe person's\n"
+    assert review.state() | {b"notes": after[b"notes"]} == after
+
+
+def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
+    review.turn("echo 1 >first")
+    waits = "echo >second; until [ -e done ]; do sleep 0.1; done; sudo rm done; echo >third"
+    started = review.engine.sandbox("run", "-n", review.name, "-d", "--checkpoint", "-x", waits)
+    assert not started.returncode, started
+    wait_for(lambda: (review.top / "second").exists())
+    turn = review.log()[0]
+    assert turn["state"] == "running"
+    # NOW     assert {*review.rows(turn["id"])} == {"second"}
+    for words in ([], [turn["id"]], ["-2"], ["second"]):
+        review.call("undo", *words, fails=1)
+        assert f"nothing was undone, for {turn['id']} still runs" in review.said
+    assert "second" in review.call("undo", "--dry-run")
+    assert (review.top / "second").exists()
+    with review.engine.pty("undo", review.name) as terminal:
+        terminal.expect(f"{turn['id']} still runs. Undo what it has done so far? [y/N]")
+        terminal.send("n\r")
+        assert terminal.wait() == 1 and (review.top / "second").exists()
+    assert review.call("undo", "-f") == "deleted   second\n"
+    assert "sandbox: what runs in" in review.said
+    assert "undone" in review.call("log").splitlines()[2]
+    (review.top / "done").touch()
+    wait_for(lambda: review.log()[1]["after"])
+    assert {*review.state()} == {b".", b"first", b"third"}
+
+
+def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
+    review.turn("echo 1 >first")
+    before = review.state()
+    home = review.engine.run("inspect", "--format", '{{index .Config.Labels "sandbox.home"}}',
+                             review.name).stdout.strip()
+    store = home.replace("-home-", "-shadow-")
+    harm = review.engine.run("run", "--rm", "-v", f"{store}:/store", "--entrypoint", "sh", IMAGE,
+                             "-c", "echo '{' >/store/state.json")
+    assert not harm.returncode, harm
+    for command in ("log", "diff", "undo", "redo"):
+        assert review.call(command, fails=1) == ""
+        assert "damaged" in review.said and len(review.said.splitlines()) == 2
+    assert review.state() == before
 
 
 BAD = [("diff", "nope", 1, "nothing has changed at nope"), ("diff", "-9", 1, "there is no turn -9"),
