@@ -5876,6 +5876,8 @@ def complete(words: Sequence[str]) -> list[str]:
         return [*recorded_terminals(words[1]), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
         return [f"{row['name']}:" for row in list_sessions(engines_of())]
+    if command in ("diff", "undo") and len(words) > 2 and not words[-1].startswith("-"):
+        return []
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []

@@ -355,8 +355,7 @@ def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
 
 LISTED = 100  # warnings, and paths of an undo
 LINE_CHARS, WHAT_CHARS = 2000, 60
-BOLD, RED, GREEN, YELLOW, CYAN = "1", "31", "32", "33", "36"
-COLOURS = {"@": CYAN, "+": GREEN, "-": RED}
+BOLD, YELLOW, COLOURS = "1", "33", {"@": "36", "+": "32", "-": "31"}
 FILE = {"path": str, "status": str, "oldMode": str | None, "newMode": str | None,
         "size": int | None, "binary": bool, "added": int, "deleted": int, "risk": list}
 TURN = {"id": str, "kind": str, "tree": str, "what": str | None, "command": str | None,
@@ -400,32 +399,26 @@ def quoted(path: str) -> str:
 
 
 def page(lines: Iterable[tuple[str, str]]) -> None:
-    """Print lines, each with its colour, on a terminal through the person's pager."""
+    """Print lines, each with its colour; on a terminal through the person's pager, as git does."""
     import shutil
+    import signal
 
     terminal = os.isatty(1)
     colour = terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
     text = "".join(f"{shown_line(line, code, colour)}\n" for line, code in lines)
     pager = os.environ.get("PAGER", "less -R" if shutil.which("less") else "")
-    if not (terminal and pager) or not paged(pager, text):
-        print(text, end="")
-
-
-def paged(pager: str, text: str) -> bool:
-    """Show a text as git does; False where there is no such pager."""
-    import signal
-
-    source, sink = os.pipe()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pager's
-    try:
+    status = 127
+    if terminal and pager:
+        source, sink = os.pipe()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pager's
         pid = sandbox.spawn(["sh", "-c", pager], env={"LESS": "FRX", "LV": "-c", **os.environ},
                             fds={0: source})
         os.close(source)
         with suppress(BrokenPipeError), open(sink, "w", encoding="utf-8") as pipe:
             pipe.write(text)
-        return sandbox.wait_for(pid) not in (126, 127)
-    finally:
-        signal.signal(signal.SIGINT, before)
+        status = sandbox.wait_for(pid)
+    if status in (126, 127):  # there is no such pager
+        print(text, end="")
 
 
 def warnings(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -468,7 +461,7 @@ def stat_lines(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         counts = "binary" if row["binary"] else f"+{row['added']} -{row['deleted']}"
         yield f"{row['status']:8}  {counts:>12}  {quoted(row['path'])}", ""
     added, deleted = (sum(row[key] for row in rows) for key in ("added", "deleted"))
-    yield f"{len(rows):,} changed, {added:,} lines added, {deleted:,} deleted", BOLD
+    yield f"{len(rows):,} changed, +{added} -{deleted}", BOLD
 
 
 def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
@@ -490,13 +483,12 @@ def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
 def in_workspace(session: Session, path: str) -> str:
     """A path of the command line, relative to the workspace."""
     spec, _ = session.created()
-    tops = [*spec.get("sources", ())[:1], spec["directory"], spec["workdir"]]
-    here = ""
+    tops = [*(spec.get("sources") or ())[:1], spec["directory"], spec["workdir"]]
     with suppress(FileNotFoundError):
-        here = os.getcwd()
-    base = here if any(sandbox.within(here, top) is not None for top in tops) else tops[0]
+        if any(sandbox.within(os.getcwd(), top) is not None for top in tops):
+            path = os.path.join(os.getcwd(), path)
     for top in tops:
-        inner = sandbox.within(os.path.normpath(os.path.join(base, path)), top)
+        inner = sandbox.within(os.path.normpath(os.path.join(top, path)), top)
         if inner is not None:
             return inner or "."
     raise SandboxError(f"{path} is not in the workspace {tops[0]}", code=2)
@@ -507,21 +499,13 @@ def asked_for(args: argparse.Namespace, session: Session,
     """The turn and the paths, relative to the workspace, that a command was given."""
     words = [word for word in (args.turn, *args.paths) if word is not None]
     paths = [in_workspace(session, word) for word in words]
-    there = [os.path.lexists(os.path.join(session.created()[0]["directory"], path))
-             for path in paths]
-    turn = pick_turn(turns, words[0], there[0]) if words else None
+    if not words:
+        return None, []
+    exists = os.path.lexists(os.path.join(session.created()[0]["directory"], paths[0]))
+    turn = pick_turn(turns, words[0], exists)
+    if not (turn or exists):
+        say(f"there is no turn {words[0]}: it is taken for a path")
     return turn, paths[turn is not None:]
-
-
-def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
-              word: str | None, writable: bool = False) -> dict[str, Any]:
-    """The answer; `word` was given where a turn could have been."""
-    try:
-        return ask_shadow(engine, session, verb, request, writable)
-    except SandboxError as error:
-        if word and getattr(error, "kind", "") == "missing":
-            error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
-        raise
 
 
 def turns_of(engine: Engine, session: Session) -> list[Row]:
@@ -570,7 +554,7 @@ def cmd_diff(args: argparse.Namespace) -> int:
     turn, paths = asked_for(args, session, turns_of(engine, session) if args.turn else [])
     request = {"turn": turn["id"] if turn else "", "paths": paths, "now": True,
                "agents": list(sandbox.AGENTS), "patch": not (args.stat or args.json)}
-    answer = ask_about(engine, session, "diff", request, None if turn else args.turn)
+    answer = ask_shadow(engine, session, "diff", request)
     rows, more = rows_of(answer, "files", FILE), answer.get("more")
     if args.json:
         print(sandbox.to_json({"from": answer.get("from"), "to": answer.get("to"), "files": rows,
@@ -600,8 +584,8 @@ def cmd_undo(args: argparse.Namespace) -> int:
     request = bounds(sandbox.session_config(session)) | {
         "turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
         "when": sandbox.iso_seconds(time.time())}
-    answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
-                       writable=not args.dry_run)
+    answer = ask_shadow(engine, session, "undo", request, writable=not args.dry_run)
+    say(f"turn {first['id']}{' and all since' if turn else ''}: {what_of(first)}")
     status = tell(answer, args.dry_run)
     users = [] if args.dry_run else sandbox.users_of(engine, session)
     if users:
