@@ -503,9 +503,18 @@ def asked_for(args: argparse.Namespace, session: Session,
         return None, []
     exists = os.path.lexists(os.path.join(session.created()[0]["directory"], paths[0]))
     turn = pick_turn(turns, words[0], exists)
-    if not (turn or exists):
-        say(f"there is no turn {words[0]}: it is taken for a path")
     return turn, paths[turn is not None:]
+
+
+def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+              word: str | None, writable: bool = False) -> dict[str, Any]:
+    """The answer; `word` stood where a turn may stand."""
+    try:
+        return ask_shadow(engine, session, verb, request, writable)
+    except SandboxError as error:
+        if word and getattr(error, "kind", "") == "missing":
+            error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
+        raise
 
 
 def turns_of(engine: Engine, session: Session) -> list[Row]:
@@ -554,7 +563,7 @@ def cmd_diff(args: argparse.Namespace) -> int:
     turn, paths = asked_for(args, session, turns_of(engine, session) if args.turn else [])
     request = {"turn": turn["id"] if turn else "", "paths": paths, "now": True,
                "agents": list(sandbox.AGENTS), "patch": not (args.stat or args.json)}
-    answer = ask_shadow(engine, session, "diff", request)
+    answer = ask_about(engine, session, "diff", request, None if turn else args.turn)
     rows, more = rows_of(answer, "files", FILE), answer.get("more")
     if args.json:
         print(sandbox.to_json({"from": answer.get("from"), "to": answer.get("to"), "files": rows,
@@ -584,7 +593,8 @@ def cmd_undo(args: argparse.Namespace) -> int:
     request = bounds(sandbox.session_config(session)) | {
         "turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
         "when": sandbox.iso_seconds(time.time())}
-    answer = ask_shadow(engine, session, "undo", request, writable=not args.dry_run)
+    answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
+                       writable=not args.dry_run)
     say(f"turn {first['id']}{' and all since' if turn else ''}: {what_of(first)}")
     status = tell(answer, args.dry_run)
     users = [] if args.dry_run else sandbox.users_of(engine, session)
