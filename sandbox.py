@@ -3594,20 +3594,18 @@ class RunRequest:
             return None
         about = {"id": random_id(), "what": "agent" if agent else "command",
                  "command": title_of(command)}
-        return wanted_turn(self.config, engine, session, about, bool(agent), self.args.strict)
+        return wanted_turn(self.config, engine, session, about, bool(agent))
 
 
 def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
-                agent: bool, strict: bool = False) -> Turn | None:
+                agent: bool) -> Turn | None:
     """The turn that a command of an agent, or another one, is to be; None for none."""
     value = config.get("checkpoint")
-    if strict and value is False:
-        raise SandboxError("--strict needs snapshots", "leave out --no-checkpoint", 2)
-    if value is False or not (agent or value is True or strict):
+    if value is False or not (agent or value is True):
         return None
     import sandbox_changes as changes
 
-    return changes.Turn(engine, session, about, changes.bounds(config), value != "try" or strict)
+    return changes.Turn(engine, session, about, changes.bounds(config), value != "try")
 
 
 def check_owner(session: Session) -> None:
@@ -5726,8 +5724,13 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["env"] = env_flags(values["env"])
     if getattr(args, "new", False) and "containerName" in values:
         raise SandboxError("--new does not go together with -n", "keep one of them", 2)
-    if getattr(args, "no_checkpoint", False):
-        values["checkpoint"], places["checkpoint"] = False, "--no-checkpoint"
+    for name, other, value in (("strict", "no_checkpoint", True),
+                               ("no_checkpoint", "checkpoint", False)):
+        if getattr(args, name, False):
+            if getattr(args, other):
+                raise SandboxError(f"{OPTIONS[name][0]} does not go together with "
+                                   f"{OPTIONS[other][0]}", "keep one of them", 2)
+            values["checkpoint"], places["checkpoint"] = value, OPTIONS[name][0]
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",

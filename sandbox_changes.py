@@ -51,6 +51,15 @@ shift 2
 exec python3 -I -S -c "$program" $verb {STORE_DIRECTORY} {WORK_DIRECTORY} -"""
 
 
+class Refused(SandboxError):
+    """What a shadow has not done, in its words; `kind` says of what sort that is, '' for none."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        message, hint, self.kind = (sandbox.one_line(str(answer.get(key, "")))[:1000]
+                                    for key in ("error", "hint", "kind"))
+        super().__init__(message, hint)
+
+
 def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
                 writable: bool) -> list[str]:
     """The engine call for a request; the program and the request follow on stdin."""
@@ -98,8 +107,7 @@ class Asked:
             self.remove()
             raise self.failure(status, err)
         if status or "error" in answer:
-            raise SandboxError(sandbox.one_line(str(answer.get("error")))[:1000],
-                               sandbox.one_line(str(answer.get("hint", "")))[:1000])
+            raise Refused(answer)
         return answer
 
     def failure(self, status: int, err: str) -> SandboxError:
@@ -108,7 +116,7 @@ class Asked:
         if status == LACKING_STATUS:
             return SandboxError(f"{spec['image']} has no python3 or no git: snapshots need both",
                                 "sandbox build, then sandbox recreate; or --no-checkpoint")
-        if status == TURNED_STATUS:
+        if status == TURNED_STATUS or not os.path.isdir(spec["directory"]):
             return SandboxError(f"{spec['directory']} is gone or leads to another place by now",
                                 f"sandbox recreate {self.session.name}")
         if self.engine.diagnose(err) == "image":
