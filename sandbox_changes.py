@@ -519,8 +519,8 @@ def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str,
     """The answer; `word` stood where a turn may stand."""
     try:
         return ask_shadow(engine, session, verb, request, writable)
-    except SandboxError as error:
-        if word and getattr(error, "kind", "") == "missing":
+    except Refused as error:
+        if word and error.kind == "missing":
             error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
         raise
 

@@ -432,6 +432,7 @@ def test_a_mistake_is_said_and_nothing_is_done(review: Review) -> None:
     for command, word, status, message in BAD:
         assert review.call(command, word, fails=status) == ""
         assert message in review.said and len(review.said.splitlines()) <= 2
+        assert ("\n  nope is no turn either: sandbox log" in review.said) == (word == "nope")
     missing = review.engine.sandbox("undo", f"{review.name}x")
     assert (missing.returncode, missing.stdout) == (1, "") and "no container" in missing.stderr
     moved = review.top.with_name(f"{review.top.name}-moved")
