@@ -678,7 +678,8 @@ KEYS = {key.name: key for key in (
         kind="list", of="serve"),
     Key("runtime", an_engine, "--rt --runtime", "ENGINE",
         "{engines}; default: the first that answers",
-        of="run ps attach logs stop start cp rm recreate rename net prune build doctor serve",
+        of="run ps attach logs log diff undo redo stop start cp rm recreate rename net prune build "
+           "doctor serve",
         variable="SANDBOX_RUNTIME", above_file=True),
 )}
 
@@ -1554,11 +1555,12 @@ class Engine:
         """Runs a command as root, with our stdin, in a new container that reaches nothing but what
         is mounted, and removes that.
         """
-        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", "0:0",
-                "--workdir", "/", "--network", "none", "--read-only", "--log-driver", "none",
-                "--security-opt", "no-new-privileges", "--cap-drop", "ALL",
-                *(f"--cap-add={capability}" for capability in capabilities), *self.create_flags,
-                *(f"--{limit}={value}" for limit, value in limits.items()),
+        # With --sig-proxy the end of the client would wait for that of the container.
+        argv = [self.name, "run", "--rm", "-i", "--sig-proxy=false", "--pull", "never",
+                "--name", name, "--user", "0:0", "--workdir", "/", "--network", "none",
+                "--read-only", "--log-driver", "none", "--security-opt", "no-new-privileges",
+                "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
+                *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
                 *each("--label", map("=".join, labels.items()))]
         for bind in binds:
             argv += self.bind_argv(*bind)
@@ -2741,8 +2743,7 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
         remove_container(engine, session)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
-    for id in recorded_terminals(session.name):
-        forget_terminal(session.name, id)
+    forget_terminals(session.name)
     return fresh
 
 
@@ -3016,6 +3017,11 @@ def follow_rename(engine: Engine, session: Session) -> bool:
 
 def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
     """The commands that run in a session, one for each of its tags but our `own`; not autostart."""
+    return [words for tag, words in used_by(engine, session).items() if tag not in own]
+
+
+def used_by(engine: Engine, session: Session) -> dict[str, str]:
+    """The first of the processes with a tag, by that."""
     out = ""
     if session.state == "running":
         command = ["sh", "-c", asset("session/users.sh").decode()]
@@ -3025,10 +3031,10 @@ def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list
     found: dict[str, tuple[int, str]] = {}  # of each tag the first process
     for line in out.split("\n"):
         pid, tag, *words = (line + "  ").split(" ", 2)
-        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10 and tag not in own:
+        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10:
             process = int(pid), printable(words[0])[:200].strip()
             found[tag] = min(process, found.get(tag, process))
-    return [words for _, words in sorted(found.values())]
+    return {tag: words for tag, (_, words) in sorted(found.items(), key=lambda item: item[1])}
 
 
 USERS_BYTES = 1 << 20
@@ -3771,20 +3777,18 @@ class RunRequest:
             return None
         about = {"id": random_id(), "what": "agent" if agent else "command",
                  "command": title_of(command)}
-        return wanted_turn(self.config, engine, session, about, bool(agent), self.args.strict)
+        return wanted_turn(self.config, engine, session, about, bool(agent))
 
 
 def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
-                agent: bool, strict: bool = False) -> Turn | None:
+                agent: bool) -> Turn | None:
     """The turn that a command of an agent, or another one, is to be; None for none."""
     value = config.get("checkpoint")
-    if strict and value is False:
-        raise SandboxError("--strict needs snapshots", "leave out --no-checkpoint", 2)
-    if value is False or not (session.is_ours and (agent or value is True) or strict):
+    if value is False or not (session.is_ours and (agent or value is True)):
         return None
     import sandbox_changes as changes
 
-    return changes.Turn(engine, session, about, changes.bounds(config), value != "try" or strict)
+    return changes.Turn(engine, session, about, changes.bounds(config), value != "try")
 
 
 def check_owner(session: Session) -> None:
@@ -4512,17 +4516,9 @@ class Attachment:
         if self.to >= 0:
             os.close(self.to)
         os.set_blocking(self.out, False)
-        until = time.monotonic() + GONE_SECONDS
-        while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if time.monotonic() > until:
-                with suppress(ProcessLookupError):
-                    os.killpg(self.pid, 9)
-            with suppress(BlockingIOError):  # or it would wait for us
-                while os.read(self.out, 65536):
-                    pass
-            time.sleep(0.001)
+        code = end_client(self.pid, self.out)
         if not self.left:
-            self.code = exit_status(found[1])
+            self.code = code
         if self.err >= 0:
             os.set_blocking(self.err, False)
             with suppress(BlockingIOError):
@@ -4531,6 +4527,22 @@ class Attachment:
         if self.errors and not self.left:
             with suppress(OSError):
                 os.write(2, self.errors)
+
+
+def end_client(pid: int, out: int = -1) -> int:
+    """The exit status of an engine's client whose input has ended; killed with its group where it
+    stays. What it still prints is dropped, or it would wait for us.
+    """
+    until = time.monotonic() + GONE_SECONDS
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > until:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, 9)
+        with suppress(BlockingIOError):
+            while out >= 0 and os.read(out, 65536):
+                pass
+        time.sleep(0.001)
+    return exit_status(found[1])
 
 
 class Left(SandboxError):
@@ -4664,11 +4676,32 @@ def record_terminal(name: str, id: str, what: str) -> None:
         make_private(os.path.dirname(path))
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(to_json({"what": what, "since": round(time.time(), 3)}))
+        if len(os.listdir(os.path.dirname(path))) > 2 * LISTED:  # nobody asks how those have ended
+            records = recorded_terminals(name, ended=True)
+            for old in sorted(records, key=lambda id: float(records[id]["since"]))[:-LISTED]:
+                forget_terminal(name, old)
+
+
+def note_ended(name: str, records: Mapping[str, Mapping[str, Any]],
+               terminals: Iterable[Held]) -> None:
+    """Note which terminals have ended: `ps` need not ask for them, and pages show them once."""
+    for terminal in terminals:
+        record = records.get(terminal.id)
+        if record and not terminal.runs:
+            with suppress(FileError):
+                write_private(os.path.join(terminals_path(name), terminal.id),
+                              to_json({**record, "ended": True}))
 
 
 def forget_terminal(name: str, id: str) -> None:
     with suppress(OSError):
         os.unlink(os.path.join(terminals_path(name), id))
+
+
+def forget_terminals(name: str) -> None:
+    """Forget all of a session: its container has stopped."""
+    for id in recorded_terminals(name, ended=True):
+        forget_terminal(name, id)
 
 
 def forget_lost(name: str, records: Mapping[str, Mapping[str, Any]], known: Container[str]) -> None:
@@ -4678,13 +4711,14 @@ def forget_lost(name: str, records: Mapping[str, Mapping[str, Any]], known: Cont
             forget_terminal(name, id)
 
 
-def recorded_terminals(name: str) -> dict[str, dict[str, Any]]:
-    """By id what was started, and when, in seconds."""
+def recorded_terminals(name: str, *, ended: bool = False) -> dict[str, dict[str, Any]]:
+    """By id what was started, and when, in seconds; also what is known to have `ended`."""
     found = {}
     for id in os.listdir(terminals_path(name)) if os.path.isdir(terminals_path(name)) else ():
         with suppress(OSError, ValueError, TypeError, KeyError):
             data = read_json(os.path.join(terminals_path(name), id))
-            found[id] = {"what": str(data["what"]), "since": float(data["since"])}
+            if ended or "ended" not in data:
+                found[id] = {"what": str(data["what"]), "since": float(data["since"])}
     return found
 
 
@@ -5173,8 +5207,7 @@ def for_each(args: argparse.Namespace, command: str,
 def cmd_stop(args: argparse.Namespace) -> int:
     def stop(engine: Engine, session: Session) -> None:
         stop_session(engine, session)
-        for id in recorded_terminals(session.name):
-            forget_terminal(session.name, id)
+        forget_terminals(session.name)
 
     return for_each(args, "stop", stop)
 
@@ -5432,8 +5465,10 @@ def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, st
             asked[row["name"]] = records, ask_terminals(*known)
     for name, (records, output) in asked.items():
         with suppress(EngineProblem):
-            held = [held for held in read_terminals(output) if held.runs]
+            held = read_terminals(output)
             forget_lost(name, records, {terminal.id for terminal in held})
+            note_ended(name, records, held)
+            held = [terminal for terminal in held if terminal.runs]
             running[name] = [{"id": terminal.id, "what": terminal.title,
                               "since": iso_seconds(terminal.started)} for terminal in held]
     return running
@@ -5662,6 +5697,14 @@ def cmd_serve(args: argparse.Namespace) -> int:
     import sandbox_web
 
     return sandbox_web.serve(args)
+
+
+def cmd_changes(command: str, args: argparse.Namespace) -> int:
+    """Those of sandbox_changes, which no other command waits for."""
+    import sandbox_changes
+
+    status: int = getattr(sandbox_changes, f"cmd_{command}")(args)
+    return status
 
 
 def cmd_build(args: argparse.Namespace) -> int:
@@ -5906,8 +5949,15 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
                           "with its conversations and settings"}),
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
+    "turn": ("", {"nargs": "?", "metavar": "TURN",
+                  "help": "id of a turn as log prints it, or the beginning of one, or -1 for the "
+                          "last, -2 for the one before it"}),
+    "paths": ("", {"nargs": "*", "metavar": "PATH", "default": [],
+                   "help": "only what is there, or below: a path from the current directory, or "
+                           "from outside of the session's directory one in that"}),
+    "stat": ("--stat", FLAG | {"help": "how many lines of each file have changed, not which"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
-    "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
+    "dry_run": ("--dry-run", FLAG | {"help": "only print what would be done"}),
     "allow_engine_socket": ("--allow-engine-socket",
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
     "new": ("--new", FLAG | {"help": "make another session, whatever the directory has, unasked"}),
@@ -5946,8 +5996,13 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["env"] = env_flags(values["env"])
     if getattr(args, "new", False) and "containerName" in values:
         raise SandboxError("--new does not go together with -n", "keep one of them", 2)
-    if getattr(args, "no_checkpoint", False):
-        values["checkpoint"], places["checkpoint"] = False, "--no-checkpoint"
+    for name, other, value in (("strict", "no_checkpoint", True),
+                               ("no_checkpoint", "checkpoint", False)):
+        if getattr(args, name, False):
+            if getattr(args, other):
+                raise SandboxError(f"{OPTIONS[name][0]} does not go together with "
+                                   f"{OPTIONS[other][0]}", "keep one of them", 2)
+            values["checkpoint"], places["checkpoint"] = value, OPTIONS[name][0]
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
@@ -6048,7 +6103,7 @@ sandbox COMMAND --help explains a command; sandbox --version prints the version.
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     """The parsed options of a command, with what -x and `--` brought where it takes them."""
     if command not in ("run", "config"):
-        return parser_of(command).parse_args(words)
+        return parser_of(command).parse_intermixed_args(words)
     options, command_words, agent_args = split_command(words)
     parser = parser_of(command)
     args, more = parser.parse_known_args(options)
@@ -6074,7 +6129,8 @@ def cmd_completion(args: argparse.Namespace) -> int:
 
 NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
 # How many words that are no options are before one.
-NAMED_AT = {"net": 1, "attach": 0, "logs": 0, "ps": 0, "recreate": 0, "rename": 0}
+NAMED_AT = {"net": 1, **dict.fromkeys(("attach", "logs", "ps", "recreate", "rename", "log", "diff",
+                                       "undo", "redo"), 0)}
 
 
 def plain_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
@@ -6111,9 +6167,11 @@ def complete(words: Sequence[str]) -> list[str]:
         return [row["name"] for row in list_sessions(engines_of())]
     if command in ("attach", "logs") and len(given) == 1 and not words[-1].startswith("-"):
         jobs = [job["id"] for job in read_jobs(given[0])] if command == "logs" else []
-        return [*recorded_terminals(given[0]), *jobs]
+        return [*recorded_terminals(given[0], ended=True), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
         return [f"{row['name']}:" for row in list_sessions(engines_of())]
+    if command in ("diff", "undo") and given and not words[-1].startswith("-"):
+        return []
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -6135,6 +6193,13 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "attach": ("go back to a terminal of a session", "session id", cmd_attach),
     "logs": ("print what an agent, a prompt or a command has printed", "session id follow",
              cmd_logs),
+    "log": ("list the turns of agents in a session, and what each has changed", "session json",
+            partial(cmd_changes, "log")),
+    "diff": ("show what agents have changed, or one turn", "session turn paths stat json",
+             partial(cmd_changes, "diff")),
+    "undo": ("take back the last turn of an agent, or all since one began",
+             "session turn paths dry_run in_use", partial(cmd_changes, "undo")),
+    "redo": ("take back the last undo", "session", partial(cmd_changes, "redo")),
     "stop": ("stop containers", "names", cmd_stop),
     "start": ("start containers that were stopped", "names", cmd_start),
     "cp": ("copy between this machine and a session", "copied target", cmd_cp),

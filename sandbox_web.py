@@ -32,7 +32,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
         wanted_turn
     terminals: hold_argv attach_argv hold_environ frame Frames numbers_of Held list_terminals
         record_terminal forget_terminal recorded_terminals title_of agent_of cannot_hold
-        is_unheld forget_lost
+        is_unheld forget_lost forget_terminals end_client
     processes: spawn wait_for Output end_on_signals
     people: say report Step Remedy with_remedies install_commands news notify
 """
@@ -116,7 +116,6 @@ LAST_POSITION = 1 << 53  # what JavaScript counts exactly
 STDERR_BYTES = 4096  # of an engine's client that fails
 CUTS = 5  # of a holder's clients, each within a second, before its terminal is given up
 STOP_SECONDS = 15
-DETACH_SECONDS = 2  # for an engine's client to end after its input has
 WEBSOCKETS_MAJOR = 13  # the oldest websockets that works
 KEPT_NEWS = 500
 LAST_WORDS_BYTES = 256 * 1024  # of a turn's output, in which its answer is looked for
@@ -1198,7 +1197,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     sandbox.stop_session(engine, session)
-    app.terminals.forget(session.name)
+    sandbox.forget_terminals(session.name)
     app.sessions.expire()
     return json_answer(session_data(session, engine))
 
@@ -1860,7 +1859,17 @@ class News:
             event = self.waiting.pop(key, None)
             if event:
                 self.waiting[key] = None
+            elif not any(session == key[0] for session, _ in self.waiting):
+                self.turns.pop(key[0], None)  # nobody calls for it any more
             return event
+
+    def leave(self) -> None:
+        """End what reads refusals, now that the server ends."""
+        with self.lock:
+            for pid in self.readers.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            self.readers.clear()
 
     # Turns.
 
@@ -2502,7 +2511,7 @@ class Terminal:
         self.cuts = self.cuts + 1 if time.monotonic() - self.attached < 1 else 0
         typed = bytes(self.input)
         self.close_client()
-        status = end_client(self.pid)
+        status = sandbox.end_client(self.pid)
         try:
             if self.held and self.refused and self.is_new and not self.closing:
                 sandbox.cannot_hold(self.session, self.id, self.refused, status)
@@ -2540,7 +2549,7 @@ class Terminal:
         """End what was started and is not to be: its container is not what it was."""
         self.hang_up()
         self.close_client()
-        end_client(self.pid)
+        sandbox.end_client(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
 
     def close_client(self) -> None:
@@ -2722,19 +2731,9 @@ class Terminal:
             if not self.held:  # the engine leaves its program running, where nobody can come back
                 self.hang_up()
             self.close_client()
-            end_client(self.pid)
+            sandbox.end_client(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
         del self.calls  # which refers to us: only a garbage collection would free the two
-
-
-def end_client(pid: int) -> int:
-    """The status of an engine's client whose input has ended; killed where it stays."""
-    deadline = time.monotonic() + DETACH_SECONDS
-    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-    return sandbox.wait_for(pid)
 
 
 def whole_number(value: object, low: int, high: int) -> int:
@@ -2863,7 +2862,7 @@ class Terminals:
 
     def close_all(self, session: str, how: str) -> None:
         """Hang up all terminals of a session, which was removed or the like, and wait for that."""
-        self.forget(session)
+        sandbox.forget_terminals(session)
         for terminal in self.of(session).values():
             terminal.reason = f"the session {session} was {how}"
         threads = [threading.Thread(target=terminal.hang_up, daemon=True)
@@ -2872,12 +2871,6 @@ class Terminals:
             thread.start()
         for thread in threads:
             thread.join(STOP_SECONDS)
-
-    @staticmethod
-    def forget(session: str) -> None:
-        """Forget what was recorded: its container has stopped."""
-        for id in sandbox.recorded_terminals(session):
-            sandbox.forget_terminal(session, id)
 
     def leave(self) -> None:
         """Detach from all of them, now that the server ends."""
@@ -2897,7 +2890,7 @@ def run_of(session: Session, title: str) -> str:
 
 def held_terminals(name: str) -> tuple[Session | None, list[sandbox.Held]]:
     """A session, and its terminals that run, or whose end nobody has seen; lost records go."""
-    records = sandbox.recorded_terminals(name)
+    records = sandbox.recorded_terminals(name, ended=True)
     if not records:
         return None, []
     engine, session = find(name)
@@ -3333,6 +3326,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app.stopping = True
     app.server_close()
     app.terminals.leave()
+    app.news.leave()
     with suppress(OSError):
         lock.write({"pid": os.getpid(), "background": record["background"]})
     return status

@@ -616,6 +616,31 @@ def test_an_answer_that_came_in_time_is_read_later() -> None:
         asked[2].result()
 
 
+def test_what_ps_has_seen_end_is_asked_no_more_and_shown_once(
+    service: Service, engine: Engine, name: str, project: Path
+) -> None:
+    service.post("/api/sessions", {"name": name, "directory": str(project)})
+    id = begin(engine, name, "true")
+    wait_for(lambda: states(engine, name) == ["ended"])
+    traced = {"SANDBOX_TRACE": "1"}
+    assert " exec " in engine.sandbox("ps", env=traced).stderr
+    assert " exec " not in engine.sandbox("ps", env=traced).stderr
+    (row,) = service.get(f"/api/sessions/{name}/terminals").json
+    assert (row["id"], row["ended"], row["exit"]) == (id, True, 0)
+    with service.terminal(name, f"id={id}") as screen:
+        screen.message("exit")
+    wait_for(lambda: service.get(f"/api/sessions/{name}/terminals").json == [])
+
+
+def test_records_of_terminals_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SANDBOX_HOME", str(tmp_path))
+    for number in range(3 * sandbox.LISTED):
+        sandbox.record_terminal("shop", f"{number:010}", "true")
+    left = sandbox.recorded_terminals("shop")
+    assert sandbox.LISTED <= len(left) <= 2 * sandbox.LISTED
+    assert f"{3 * sandbox.LISTED - 1:010}" in left and f"{0:010}" not in left
+
+
 def test_logs_of_terminals_and_jobs(service: Service, engine: Engine, name: str,
                                     project: Path) -> None:
     service.post("/api/sessions", {"name": name, "directory": str(project)})
