@@ -336,11 +336,11 @@ def test_run_tells_that_its_agent_has_ended_and_rings(engine: Engine, home: Path
         assert terminal.wait() == 4
     assert person.hears("error") == {"session": name, "what": "error", "turn": None, "status": 4,
                                      "text": ""}
+    ran = engine.sandbox("run", "-n", name, "-r", "p", "--", "--version", input="0\n")
+    assert ran.returncode == 0, ran.stderr
     for command in (("-r", "p"), ("-x", "echo here; read line")):
         ran = engine.sandbox("run", "-n", name, *command, input="0\n")
         assert (ran.returncode, ran.stdout) == (0, "here\n") and "\a" not in ran.stderr
-    ran = engine.sandbox("run", "-n", name, "-r", "p", "--", "--version", input="0\n")
-    assert ran.returncode == 0
     person.hears("end")
     assert len(person.told()) == 2  # the other command is no agent, and a version is no turn
 
