@@ -4,7 +4,7 @@
 
     snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
               only looks. All take "keep" and "maxBytes", and "agents", names that are risky below
-    log       {}: the turns, undos, redos and merges that are kept
+    log       {}: the turns, undos, redos and merges that are kept, with "paths" ([""]: all)
     diff      {"turn": ID, "paths": […], "patch": true}; without a turn since the first snapshot
     undo      {"turn": ID, "only": true, "paths": […], "dry": true, "discard": true}: the last turn
               that is not undone, or all since this one, or only this one; discard: what was never
@@ -12,10 +12,13 @@
     redo      {"turn": ID, "paths": […], "dry": true}: undo the last undo, or the one of this turn
     merge     {"tree": "origin", "paths": […], "dry": true}: bring the work of the tree "main" into
               WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too)
+              All three answer {"dry", "turns", "changed": [{"path", "status", "risk"}],
+              "left": [{"path", "why", "conflict"}]}; "conflict" is false where it never could go
     prune     {"keep": TURNS, "maxBytes": BYTES}
 
-stdout has one JSON object; a failure is {"error", "hint"}. Paths are relative to WORKSPACE; bytes
-that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or
+stdout has one JSON object; a failure is {"error", "hint", "kind"}: "missing" where there is no such
+turn or change, "nothing" where there is nothing to do, or "". Paths are relative to WORKSPACE;
+bytes that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or
 obeyed: only this program reads and writes it, and git sees nothing but objects, whose names all
 begin with a mark of ours, so that it knows none of them:
   =NAME    a file, link or directory      :m=NAME  its mode, where it is not 0644 or 0755
@@ -142,9 +145,9 @@ Seen = tuple[Any, bytes, str]  # key, object and kind
 class Failure(Exception):
     """What ends the request, and what one can do about it."""
 
-    def __init__(self, message: str, hint: str = "", code: int = 1) -> None:
+    def __init__(self, message: str, hint: str, kind: str = "", code: int = 1) -> None:
         super().__init__(message)
-        self.hint, self.code = hint, code
+        self.hint, self.kind, self.code = hint, kind, code
 
 
 class Entry(NamedTuple):
@@ -720,6 +723,10 @@ class Walk:
         return seen and (seen[0] or "")
 
 
+def not_kept(kind: str) -> str:
+    return NOT_KEPT.get(kind, f"it is a {kind}")
+
+
 def special(mode: int) -> str:
     return {stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(stat.S_IFMT(mode), "device")
 
@@ -730,12 +737,12 @@ def special(mode: int) -> str:
 class Restore:
     """Brings changes into the workspace that a walk has seen; what is not as it was seen stays.
 
-    `left` has the path and the reason of each one that stays.
+    `left` has the path and the reason of each one that stays, `never` those that always would.
     """
 
     def __init__(self, walk: Walk, discard: bool) -> None:
         self.walk, self.store, self.discard = walk, walk.store, discard
-        self.left, self.done = dict[str, str](), dict[str, str]()
+        self.left, self.done, self.never = dict[str, str](), dict[str, str](), set[str]()
         self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
 
     def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
@@ -745,10 +752,12 @@ class Restore:
             if note and note.kind == NOTE and (note is new or not self.discard
                                                or self.walk.key(path) in (None, "")):
                 kind, *_ = self.store.note(note.id).decode().split()
-                self.left[path] = NOT_KEPT.get(kind, f"it is a {kind}")
+                self.left[path] = not_kept(kind)
+                self.never.add(path)
             else:
                 self.changes[path] = old, new
                 self.done[path] = status(old, new)
+        self.planned = {**self.changes}
 
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
@@ -942,7 +951,7 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
         for note in [side for side in sides if side.kind == NOTE]:
             kind, *values = store.note(note.id).decode().split()
-            row |= {"kept": False, "seen": kind}
+            row |= {"kept": False, "seen": kind, "why": not_kept(kind)}
             if kind == "ignored":
                 row |= {"files": int(values[0]), "size": int(values[1])}
             elif values:
@@ -1039,7 +1048,8 @@ class Request:
             if event["id"] == id and event["tree"] == self.label:
                 return event
         kept = ", ".join(event["id"] for event in self.events[-5:]) or "none"
-        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.")
+        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.",
+                      "missing")
 
     def after(self, event: dict[str, Any], now: str) -> str:
         """Where a turn was not ended, the next snapshot is its end."""
@@ -1084,7 +1094,8 @@ class Request:
     def diff(self) -> dict[str, Any]:
         now = self.store.state["last"].get(self.label)
         if not now:
-            raise Failure("there is no snapshot yet", "One is taken when an agent runs.")
+            raise Failure("there is no snapshot yet", "One is taken when an agent runs.",
+                          "nothing")
         if turn := self.take("turn", str, ""):
             event = self.find(turn)
             old, new = event["before"], self.after(event, now)
@@ -1094,7 +1105,7 @@ class Request:
                            self.agents)
         if self.paths != [""] and not rows:
             raise Failure(f"nothing has changed at {printable(', '.join(self.paths))}",
-                          "Paths begin at the top of the workspace.")
+                          "Paths begin at the top of the workspace.", "missing")
         return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
     def undo(self) -> dict[str, Any]:
@@ -1102,12 +1113,14 @@ class Request:
                  and event["kind"] in ("turn", "merge") and not event.get("undone")]
         if turn := self.take("turn", str, ""):
             if (first := self.find(turn)) not in turns:
-                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.")
+                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.",
+                              "nothing")
             turns = [first] if self.take("only", bool, False) else turns[turns.index(first):]
         else:
             turns = turns[-1:]
         if not turns:
-            raise Failure("there is nothing to undo", "No turn is kept that is not undone.")
+            raise Failure("there is nothing to undo", "No turn is kept that is not undone.",
+                          "nothing")
         walk = self.walk()
         steps = [(self.after(event, walk.tree), event["before"]) for event in reversed(turns)]
         answer = self.bring(walk, "undo", steps, turns=[event["id"] for event in turns])
@@ -1119,7 +1132,8 @@ class Request:
                  and event["kind"] == "undo" and not event.get("redone")
                  and (not turn or turn in event["turns"])]
         if not undos:
-            raise Failure("there is nothing to redo", "No undo is kept that was not redone.")
+            raise Failure("there is nothing to redo", "No undo is kept that was not redone.",
+                          "nothing")
         event = undos[-1]
         answer = self.bring(self.walk(), "redo", [(event["after"], event["before"])],
                             turns=event["turns"], undo=event)
@@ -1128,7 +1142,8 @@ class Request:
     def merge(self) -> dict[str, Any]:
         state = self.store.state
         if self.label == "main" or "main" not in state["last"]:
-            raise Failure("there is nothing to merge", "A copy has a snapshot and another tree.")
+            raise Failure("there is nothing to merge", "A copy has a snapshot and another tree.",
+                          "nothing")
         merges = [event for event in self.events if event["kind"] == "merge"
                   and event["tree"] == self.label and not event.get("undone")]
         base = merges[-1]["theirs"] if merges else state["first"]["main"]
@@ -1154,6 +1169,7 @@ class Request:
             if kind == "merge" and in_git(path):
                 conflicts -= {whole_git(path)}
                 restore.left[whole_git(path)] = "what is git's own does not leave a copy"
+                restore.never.add(whole_git(path))
             elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
                       or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
                 wanted.append((path, old, new))
@@ -1163,7 +1179,7 @@ class Request:
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
-                          "Paths begin at the top of the workspace.")
+                          "Paths begin at the top of the workspace.", "missing")
         dry = self.take("dry", bool, False)
         if not dry:
             whole = self.paths == [""] and not conflicts
@@ -1172,7 +1188,7 @@ class Request:
             self.store.state["temporary"] = ""
             after = self.walk().tree
             event = self.event(kind, walk.tree, turns=turns)
-            event |= {"after": after, "files": len(restore.done),
+            event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
                       "when": self.take("when", str, "")}
             if kind == "merge":  # what has not come this time comes with the next one
                 event["theirs"] = steps[0][whole and expected == {*restore.left}]
@@ -1182,8 +1198,11 @@ class Request:
                         other["undone"] = kind == "undo"
                 if undo:
                     undo["redone"] = True
-        rows = [{"path": path, "status": what} for path, what in sorted(restore.done.items())]
-        left = [{"path": path, "why": why} for path, why in sorted(restore.left.items())]
+        rows = [{"path": path, "status": what,
+                 "risk": risks(self.store, path, *restore.planned[path], self.agents)}
+                for path, what in sorted(restore.done.items())]
+        left = [{"path": path, "why": why, "conflict": path not in restore.never}
+                for path, why in sorted(restore.left.items())]
         return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
 
 
@@ -1192,7 +1211,8 @@ VERBS = {name: getattr(Request, name) for name in
 
 
 def usage(message: str) -> Failure:
-    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]", 2)
+    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]",
+                   code=2)
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
@@ -1219,7 +1239,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         answer, code = run(argv), 0
     except Failure as error:
-        answer, code = {"error": str(error), "hint": error.hint}, error.code
+        answer, code = {"error": str(error), "hint": error.hint, "kind": error.kind}, error.code
     print(json.dumps(answer), flush=True)
     return code
 
