@@ -1543,7 +1543,7 @@ class Engine:
             return ["--volume", f"{host}:{container}:{options}"]
         kind = "bind" if host.startswith("/") else "volume"
         fields = [f"type={kind}", f"source={host}", f"target={container}",
-                  *(["readonly"] if "ro" in chosen else [])]
+                  *(["readonly" if kind == "bind" else "ro"] if "ro" in chosen else [])]
         return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f
                                     for f in fields)]
 
@@ -2498,9 +2498,9 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
-    status = 1
+    status, new = 1, bool(source or not home)
     try:
-        if session.copy and (source or not home):
+        if session.copy and new:
             import sandbox_changes
 
             present_image(engine, config)  # raises
@@ -2511,7 +2511,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             status, out, err = ended
     finally:
         if status:
-            remove_leftover(engine, session)
+            remove_leftover(engine, session, new)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -2745,16 +2745,18 @@ def container_user(rootless: bool) -> str:
     return "0:0" if rootless else f"{os.getuid()}:{own_group}"
 
 
-def remove_leftover(engine: Engine, session: Session) -> None:
-    """Remove the containers of a failed creation, and no other that has the name."""
+def remove_leftover(engine: Engine, session: Session, new: bool) -> None:
+    """Remove the containers of a failed creation, and no other that has the name. The volumes of a
+    session that is not new belong to its old container, even those that this does not use.
+    """
     status, out, _ = Output(engine.inspect_argv(session.name)).result()
     if not status:
         *_, labels = engine.read_inspected(out)
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
-    remove_home(engine, session.home)
-    remove_home(engine, session.copy)
+    for volume in (session.home, *((session.copy, session.store) if new else ())):
+        remove_home(engine, volume)
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2851,8 +2853,8 @@ def remove_session(engine: Engine, session: Session) -> None:
     with suppress(OSError):  # first: this tells others who end with it, see check_removed()
         os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
-    remove_home(engine, session.home)
-    remove_home(engine, session.copy)
+    for volume in (session.home, session.copy, session.store):
+        remove_home(engine, volume)
     forget_files(session.name)
 
 
@@ -3218,6 +3220,8 @@ def git_author(spec: Mapping[str, Any]) -> dict[str, str]:
     """
     git = f"{spec['directory']}/.git"
     folder = spec["git"]["common"] if spec.get("git") else "" if os.path.islink(git) else git
+    if spec.get("workspace") == "copy" and (admin := linked_admin(spec["directory"])[1]):
+        folder = os.path.dirname(os.path.dirname(admin))
     if (file := os.environ.get("GIT_CONFIG_GLOBAL")) is not None:
         files = [file]
     else:

@@ -205,6 +205,9 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     if not session.copy:
         raise SandboxError(f"{session.name} works on the directory itself: nothing is to merge",
                            "sandbox run --copy makes a session that works on a copy")
+    if session.store not in engine.ask(engine.argv("volumes")).split():
+        raise SandboxError(f"the snapshots of {session.name} are gone, and so is what tells its "
+                           "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
     ask_shadow(engine, session, "snapshot", {})
     answer = ask_shadow(engine, session, "merge", {"tree": "origin", "dry": dry},
                         not dry, origin=True)
@@ -218,15 +221,19 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     admin = sandbox.linked_admin(directory)[1]
     common = os.path.dirname(os.path.dirname(admin)) if admin else f"{directory}/.git"
     found = {"branch": branch, "count": 0, "problem": ""}
-    if not all(map(sandbox.is_folder_of_ours, (common, f"{common}/objects", f"{common}/refs",
-                                               f"{common}/refs/heads"))):
+    folders = (common, f"{common}/objects", f"{common}/refs", f"{common}/refs/heads")
+    if not all(os.path.isdir(folder) and os.path.realpath(folder) == folder for folder in folders):
         return found
+    problem = ""
+    if branch in checked_out(common):
+        problem = f"the branch {branch} is checked out: check another one out"
+    elif not all(map(sandbox.is_folder_of_ours, folders)):
+        problem = f"{common} is not yours"
     binds = [(session.copy, WORK_DIRECTORY, "ro"), (common, GIT_DIRECTORY, "ro"),
-             *((f"{common}/{part}", f"{GIT_DIRECTORY}/{part}", "ro" if dry else "")
+             *((f"{common}/{part}", f"{GIT_DIRECTORY}/{part}", "ro" if dry or problem else "")
                for part in ("objects", "refs"))]
-    dry = dry or branch in checked_out(common)
-    argv = closed_argv(engine, session, "commits.sh", [branch, "01"[dry]], binds,
-                       user=session.user)
+    argv = closed_argv(engine, session, "commits.sh", [branch, "01"[dry or problem != ""]],
+                       binds, user=session.user)
     status, out, err = Output(argv, LONG_SECONDS).result(ANSWER_BYTES)
     count = out.strip()
     if count.isdecimal() and len(count) < 10:
@@ -235,8 +242,8 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
         found["problem"] = f"the branch {branch} has other commits: rename it (git branch -m)"
     elif status:
         found["problem"] = sandbox.one_line(err.strip())[-500:] or f"git ended with {status}"
-    elif found["count"] and branch in checked_out(common):
-        found["problem"] = f"the branch {branch} is checked out: check another one out"
+    elif found["count"]:
+        found["problem"] = problem
     return found
 
 
@@ -257,8 +264,12 @@ def unmerged(engine: Engine, session: Session) -> str:
         return f"it is not known how much, for {error.message}"
     paths = len(answer["changed"]) + sum(bool(row.get("conflict")) for row in answer["left"])
     commits = answer["commits"]["count"]
-    return " and ".join([*([f"{paths} files"] if paths else []),
-                         *([f"{commits} commits"] if commits else [])])
+    return " and ".join(counted(number, what) for number, what in
+                        ((paths, "file"), (commits, "commit")) if number)
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def show_merge(engine: Engine, session: Session, dry: bool) -> int:
@@ -274,12 +285,14 @@ def show_merge(engine: Engine, session: Session, dry: bool) -> int:
         for risk in row.get("risk", ()):
             sandbox.say(f"look at {sandbox.one_line(row['path'])}: {sandbox.one_line(risk)}")
     for row in answer["left"]:
-        sandbox.say(sandbox.one_line(f"{row['path']} was left as it is: {row['why']}"))
-    if commits["count"] and not commits["problem"]:
-        sandbox.say(f"{commits['count']} commits {'would come' if dry else 'came'} as the branch "
-                    f"{commits['branch']}")
+        if row["path"] != ".git":  # of it only commits can come, and they are counted
+            sandbox.say(sandbox.one_line(f"{row['path']} was left as it is: {row['why']}"))
     if commits["problem"]:
         sandbox.say(f"its commits did not come: {commits['problem']}")
+    elif commits["count"]:
+        come = "would come" if dry else "came"
+        sandbox.say(f"{counted(commits['count'], 'commit')} {come} as the branch "
+                    f"{commits['branch']}")
     if not (answer["changed"] or answer["left"] or commits["count"]):
         sandbox.say("there is nothing to merge")
     return 1 if conflicts or commits["problem"] else 0

@@ -33,7 +33,7 @@ echo "$count"
 [ "$count" != 0 ] && [ "$dry" != 1 ] || exit 0
 git --git-dir=copy update-ref refs/heads/work "$tip" || exit 1
 said=$(git --git-dir=person -c transfer.fsckObjects=true -c core.hooksPath=/dev/null \
-  -c gc.auto=0 -c maintenance.auto=false fetch -q --no-tags --no-write-fetch-head --no-auto-gc \
+  -c gc.auto=0 -c maintenance.auto=false fetch --no-tags --no-write-fetch-head --no-auto-gc \
   copy "refs/heads/work:refs/heads/$branch" 2>&1) && exit 0
 case $said in *'(non-fast-forward)'*) exit 98 ;; esac
 echo "$said" >&2
