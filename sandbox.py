@@ -25,7 +25,7 @@ import errno
 import os
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 
 TYPE_CHECKING = False
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from typing import Any, NoReturn
+
+    from sandbox_changes import Turn
 
 __version__ = "0.1.0"
 
@@ -560,6 +562,16 @@ a_host = matching(r"\[?[\w.:-]+\]?", "a host name", then=lambda text: text.lower
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
 
 
+def a_checkpoint(value: Any) -> Any:
+    """true, false, `try`, or an object with the bounds of what is kept."""
+    checks = {"keep": a_count, "maxBytes": a_size}
+    if isinstance(value, dict) and value and not value.keys() - checks.keys():
+        return {name: checks[name](bound) for name, bound in value.items()}
+    if not (isinstance(value, bool) or value == "try"):
+        raise ValueError(f'{value!r} is not true, false, try, or {{"keep": 50, "maxBytes": "2g"}}')
+    return value
+
+
 def an_engine(value: Any) -> str:
     return one_of(ENGINES, "an engine")(value)
 
@@ -653,6 +665,8 @@ KEYS = {key.name: key for key in (
         fixed=True, setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("checkpoint", a_checkpoint),
+    Key("protect", one_of(("hooks", "config"), "a part of .git"), kind="list", fixed=True),
     Key("notify", a_program, own=True),
     Key("detachKeys", a_key_sequence, default="ctrl-\\,d"),
     Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
@@ -2257,6 +2271,9 @@ def spec_of(config: Config) -> dict[str, Any]:
     for key in KEYS.values():
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
+    # Of a worktree both are read-only, and of a copy none is the host's.
+    if "workspace" in spec or not is_folder_of_ours(f"{spec['sources'][0]}/.git"):
+        spec["protect"] = []
     return spec | {"git": git_of(spec)}
 
 
@@ -2375,7 +2392,8 @@ def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     directory nothing is mounted.
     """
     options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
-    binds = [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec)]
+    binds = [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec),
+             *protected_binds(spec)]
     return binds[1:] if spec.get("workspace") == "copy" else binds
 
 
@@ -2487,30 +2505,37 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
                    spec: Mapping[str, Any], home: str = "",
-                   source: Session | None = None) -> tuple[Engine, Session]:
+                   source: Session | None = None,
+                   turn: Callable[[Engine, Session], Turn | None] = lambda *_: None,
+                   ) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
     `spec` is spec_of(config) as it was checked, `home` a volume that is there, as is its copy but
-    for a duplicate of a `source`. Raises SandboxError.
+    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. Raises
+    SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
-    status, new = 1, bool(source or not home)
+    make_hooks(spec)
+    status, begun, new = 1, None, bool(source or not home)
     try:
         if session.copy and new:
             import sandbox_changes
 
             present_image(engine, config)  # raises
             sandbox_changes.make_copy(engine, session, source)
+        begun = turn(engine, session)
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
         status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
         if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
             status, out, err = ended
     finally:
         if status:
+            if begun:
+                begun.drop()
             remove_leftover(engine, session, new)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
@@ -2617,7 +2642,7 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
         if session.home and before:
             with suppress(SandboxError):  # the first failure is the one to tell
                 renew_home(engine, home, image, before)
-        remove_home(engine, home)  # a new one: nobody uses it
+        remove_volumes(engine, home)  # a new one: nobody uses it
         raise
     # From here on the new one counts, and a signal would leave half of each.
     before_signals = signal.pthread_sigmask(
@@ -2719,10 +2744,10 @@ def left_places(session: Session, spec: Mapping[str, Any]) -> list[str]:
             if target not in targets and (place := within(target, CONTAINER_HOME))]
 
 
-def remove_home(engine: Engine, home: str) -> None:
-    """Remove a home, unless a container uses it."""
-    if home:
-        Output(engine.argv("remove-volume", home), LONG_SECONDS).result()
+def remove_volumes(engine: Engine, *names: str) -> None:
+    """Remove homes and stores, unless a container uses them."""
+    if names := tuple(filter(None, names)):
+        Output(engine.argv("remove-volume", *names), LONG_SECONDS).result()
 
 
 def duplicate_home(engine: Engine, session: Session, config: Config,
@@ -2733,7 +2758,7 @@ def duplicate_home(engine: Engine, session: Session, config: Config,
         copy_home(engine, session, home)
         renew_home(engine, home, image_of(engine, session), image, left_places(session, spec))
     except BaseException:
-        remove_home(engine, home)
+        remove_volumes(engine, home)
         raise
     return home
 
@@ -2755,8 +2780,7 @@ def remove_leftover(engine: Engine, session: Session, new: bool) -> None:
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
-    for volume in (session.home, *((session.copy, session.store) if new else ())):
-        remove_home(engine, volume)
+    remove_volumes(engine, session.home, *((session.copy, session.store) if new else ()))
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2853,8 +2877,7 @@ def remove_session(engine: Engine, session: Session) -> None:
     with suppress(OSError):  # first: this tells others who end with it, see check_removed()
         os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
-    for volume in (session.home, session.copy, session.store):
-        remove_home(engine, volume)
+    remove_volumes(engine, session.home, session.copy, session.store)
     forget_files(session.name)
 
 
@@ -3128,6 +3151,27 @@ def git_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         binds.append((os.path.join(git["common"], part).rstrip("/"),
                       os.path.join(place, part).rstrip("/"), options))
     return binds
+
+
+def protected_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed."""
+    parts = ["", *spec["protect"]] if spec.get("protect") else []
+    return [(os.path.join(spec["sources"][0], ".git", part).rstrip("/"),
+             os.path.join(spec["workdir"], ".git", part).rstrip("/"), "ro" if part else "")
+            for part in parts]
+
+
+def make_hooks(spec: Mapping[str, Any]) -> None:
+    """Make the folder of hooks that is to be protected where there is none. Raises SandboxError."""
+    for path, _, _ in protected_binds(spec):
+        if os.path.basename(path) == "hooks":
+            try:
+                os.makedirs(path, exist_ok=True)
+            except OSError as error:
+                raise FileError(path, error) from None
+        if os.path.realpath(path) != path:
+            raise SandboxError(f"{path} is a link, which cannot be protected",
+                               "put what it leads to there, or leave it out of protect", 125)
 
 
 def make_worktree_config(spec: Mapping[str, Any]) -> None:
@@ -3457,6 +3501,9 @@ def is_loopback(address: str) -> bool:
 # --- Commands in a session ---
 
 
+TELLING = {"--version", "-v", "-V", "--help", "-h"}  # options of agents that end at once
+
+
 class RunRequest:
     """One `run`, decided and not yet carried out."""
 
@@ -3474,6 +3521,7 @@ class RunRequest:
         self.source: Session | None = None  # what it is to be a duplicate of
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
+        self.turn: Turn | None = None  # begun and not yet entered
         if self.name:
             known = recall(self.engines, self.name)
             if not known:
@@ -3560,11 +3608,51 @@ class RunRequest:
     @property
     def is_passing(self) -> bool:
         """Whether an agent is only asked for an answer, and there is nothing to come back to."""
-        base, args = self.base(), self.args.agent_args
-        words = {word.partition("=")[0]
-                 for word in [*(base.split() if isinstance(base, str) else base), *args]}
-        passing = {"--version", "-v", "-V", "--help", "-h"}
-        return bool(self.agent and words & passing.union(AGENTS[self.agent].headless))
+        return bool(self.agent and self.words() & TELLING.union(AGENTS[self.agent].headless))
+
+    def words(self) -> set[str]:
+        """The words of the command, without the values of its options."""
+        base = self.base()
+        return {word.partition("=")[0] for word in [*(base.split() if isinstance(base, str)
+                                                      else base), *self.args.agent_args]}
+
+    @property
+    def only_tells(self) -> bool:
+        """Whether an agent is asked for its version or its help and for nothing else."""
+        asked = self.words().difference(AGENTS[self.agent].yolo) if self.agent else set()
+        return bool(asked) and asked <= TELLING
+
+    def start_turn(self, engine: Engine, session: Session) -> Turn | None:
+        """Ask for the first snapshot of a turn, while the session is being created."""
+        self.turn = self.turn_of(engine, session, compose(self.base(), self.args.agent_args))
+        if self.turn:
+            self.turn.start()
+        return self.turn
+
+    def turn_of(self, engine: Engine, session: Session, command: list[str]) -> Turn | None:
+        """The turn that a command is, None for none."""
+        agent = self.agent
+        ours = [self.args.agent_args, *([AGENTS[agent].resume] if agent else [])]
+        if command not in [compose(self.base(), args) for args in ours]:
+            agent = ""  # the person has said so at the prompt
+        if self.only_tells:
+            return None
+        about = {"id": random_id(), "what": "agent" if agent else "command",
+                 "command": title_of(command)}
+        return wanted_turn(self.config, engine, session, about, bool(agent), self.args.strict)
+
+
+def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
+                agent: bool, strict: bool = False) -> Turn | None:
+    """The turn that a command of an agent, or another one, is to be; None for none."""
+    value = config.get("checkpoint")
+    if strict and value is False:
+        raise SandboxError("--strict needs snapshots", "leave out --no-checkpoint", 2)
+    if value is False or not (agent or value is True or strict):
+        return None
+    import sandbox_changes as changes
+
+    return changes.Turn(engine, session, about, changes.bounds(config), value != "try" or strict)
 
 
 def check_owner(session: Session) -> None:
@@ -4665,7 +4753,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
         if request.source:
             home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
         engine, session = create_session(request.engines, request.name, request.config,
-                                         request.kept, request.spec, home, request.source)
+                                         request.kept, request.spec, home, request.source,
+                                         request.start_turn)
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4731,6 +4820,8 @@ def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
     if args.background and args.rm_on_exit:
         raise SandboxError("-d does not go together with --rm-on-exit", "keep one of them", 2)
+    if args.background and args.strict:
+        raise SandboxError("-d does not go together with --strict", "keep one of them", 2)
     try:
         with_remedies(partial(choose_session, args), args.yes)
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
@@ -4777,9 +4868,14 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
     if made and not asks and not request.args.rm_on_exit:
         say(f"made the session {session.name}; to come back: {way_back(request, engine, session)}")
     while True:
-        since, tag = time.time(), random_id()
+        since = time.time()
+        turn, request.turn = request.turn or request.turn_of(engine, session, command), None
+        tag = turn.id if turn else random_id()
         request.tags.append(tag)
-        status = run_command(engine, session, request, command, tag)
+        with turn or nullcontext():
+            status = run_command(engine, session, request, command, tag)
+            if turn and request.args.background and not status:
+                turn.lasts = True
         if status:
             check_removed(engine, session, status)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
@@ -4797,6 +4893,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
+        if turn and not turn.lasts and not turn.report() and request.args.strict:
+            status = TAMPERED_STATUS
         if asks:
             follow_rename(engine, session)
         again = (ask_next_command(request, engine, session, command, status) if asks
@@ -4810,6 +4908,9 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
                 say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
         command = again
+
+
+TAMPERED_STATUS = 3
 
 
 def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
@@ -5651,6 +5752,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
     "new": ("--new", FLAG | {"help": "make another session, whatever the directory has, unasked"}),
     "rm_on_exit": ("--rm-on-exit", FLAG | {"help": "remove the container when the command ends"}),
+    "checkpoint": ("--checkpoint", {"action": "store_const", "const": True,
+                                    "help": "take a snapshot of the directory before and after; "
+                                            "default: for an agent"}),
+    "no_checkpoint": ("--no-checkpoint", FLAG | {"help": "take none"}),
+    "strict": ("--strict", FLAG | {"help": "end with status 3 where what this machine may execute "
+                                           "has changed"}),
     "reveal": ("--reveal", FLAG | {"help": "print passwords and secret values"}),
     "json": ("--json", FLAG | {"help": "print JSON"}),
     "quiet": ("-q --quiet", FLAG | {"help": "print names only"}),
@@ -5680,6 +5787,8 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["env"] = env_flags(values["env"])
     if getattr(args, "new", False) and "containerName" in values:
         raise SandboxError("--new does not go together with -n", "keep one of them", 2)
+    if getattr(args, "no_checkpoint", False):
+        values["checkpoint"], places["checkpoint"] = False, "--no-checkpoint"
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
@@ -5840,8 +5949,8 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = ("source profile new copy allow allow_engine_socket rm_on_exit background yes "
-               "verbose")
+RUN_OPTIONS = ("source profile new copy allow allow_engine_socket rm_on_exit background checkpoint "
+               "no_checkpoint strict yes verbose")
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,

@@ -313,10 +313,13 @@ def unique_name() -> str:
 
 
 def write_config(home: Path, **keys: object) -> None:
-    """Write sandbox.json for the test image with these keys; `home`'s owner owns it."""
+    """Write sandbox.json for the test image with these keys; `home`'s owner owns it.
+
+    That image has no git, which snapshots need.
+    """
     path = home / "sandbox.json"
-    path.write_text(json.dumps({"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, **keys},
-                               indent=2))
+    path.write_text(json.dumps({"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION,
+                                "checkpoint": False, **keys}, indent=2))
     path.chmod(0o600)
     os.chown(path, home.stat().st_uid, home.stat().st_gid)
 
