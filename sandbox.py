@@ -2933,7 +2933,7 @@ def may_lose(engine: Engine, session: Session) -> bool:
 
     if not (work := sandbox_changes.unmerged(engine, session)):
         return True
-    say(f"{session.name} holds work that was not merged: {work}")
+    say(f"{session.name} holds work that was not merged, see sandbox merge: {work}")
     return can_ask() and ask_person("Lose it? [y/N] ").lower() in ("y", "yes")
 
 
@@ -3560,13 +3560,15 @@ class RunRequest:
         """Take profile, flags and directory from a session, and say in what it differs."""
         have, _ = session.created()
         check_owner(session)
+        mode, asked = have.get("workspace", "mount"), self.config.get("workspace")
+        if self.config.is_given("workspace") and asked != mode:
+            works = "a copy" if mode == "copy" else "the directory itself"
+            message = f"{session.name} works on {works}, for good"
+            if "workspace" in self.flags.values:  # an agent would write where it was not to
+                raise SandboxError(message, "choose another name with -n, or --new", 125)
+            say(message)
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
-        mode = have.get("workspace", "mount")
-        if self.config.get("workspace") != mode:
-            works = "a copy" if mode == "copy" else "the directory itself"
-            raise SandboxError(f"{session.name} works on {works}, for good",
-                               "choose another name with -n, or --new", 125)
         if not self.config.is_given("hostPath"):
             if within(self.spec["directory"], have["directory"]) is None:
                 say(f"{session.name} works on {have['directory']}; "

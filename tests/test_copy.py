@@ -202,7 +202,8 @@ def test_a_mode_is_for_good(copied: Copied, engine: Engine, home: Path, name: st
     assert not (copied.project / "made").exists()
     assert "nothing is to merge" in copied.merge(name, fails=1).stderr
     write_config(home, imageName=AGENTS_IMAGE.partition(":")[0], workspace="copy")
-    copied.run(name, "touch made")  # what the file says is for new ones
+    said = engine.sandbox("run", "-n", name, "-x", "touch made")  # the file is for new ones
+    assert said.returncode == 0 and "works on the directory itself, for good" in said.stderr
     assert (copied.project / "made").exists()
     copied.run(f"{name}-2", "rm made")
     write_config(home, imageName=AGENTS_IMAGE.partition(":")[0])
@@ -323,7 +324,8 @@ def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, n
     repository.make(name, "echo work >work; git add work; git commit -qm work")
     refused = engine.sandbox("rm", name)
     assert refused.returncode == 1
-    assert f"{name} holds work that was not merged: 1 file and 1 commit" in refused.stderr
+    assert f"{name} holds work that was not merged" in refused.stderr
+    assert "1 file and 1 commit" in refused.stderr
     assert f"sandbox rm -f {name} removes it" in refused.stderr
     with engine.pty("rm", name) as rm:
         rm.expect("Lose it? [y/N]")
@@ -406,7 +408,8 @@ def test_commits_come_as_a_branch_and_nothing_of_the_copy_runs(repository: Copie
     assert f"1 commit came as the branch sandbox/{name}" in answer.stderr
     assert list(repository.project.rglob("marker")) == []
     assert "marker" not in repository.run(name, "ls")
-    assert repository.run(name, "git status >/dev/null 2>&1; ls marker; rm -f m* [0-9]*") == "marker\n"
+    ran = repository.run(name, "git status >/dev/null 2>&1; ls marker; rm -f m* [0-9]*")
+    assert ran == "marker\n"
     assert (repository.project / ".git" / "config").read_text() == host
     branch = repository.project / ".git" / "refs" / "heads" / "sandbox"
     after = git_state(repository.project / ".git")
