@@ -213,6 +213,14 @@ def test_a_mode_is_for_good(copied: Copied, engine: Engine, home: Path, name: st
     assert [path.name for path in copied.project.iterdir()] == ["made"]
 
 
+@docker_only
+def test_an_image_without_git_makes_no_copy(engine: Engine, home: Path, project: Path, name: str,
+                                            ) -> None:
+    refused = engine.sandbox("run", "-n", name, "--copy", "-x", "true")
+    assert refused.returncode == 125 and "a copy needs an image with git" in refused.stderr
+    assert name not in engine.sandbox("ps", "-q").stdout
+
+
 def test_it_survives_a_new_container_and_a_new_name(repository: Copied, engine: Engine, name: str,
                                                     ) -> None:
     repository.make(name, "echo work >work")

@@ -4,6 +4,9 @@
 worktree=$1 to=/run/sandbox-work
 shift
 [ $# = 0 ] || mounts_are "$@" || exit 97
+for program in python3 git; do
+  command -v $program >/dev/null || { echo "a copy needs an image with $program"; exit 1; }
+done
 # What cannot be read, a device, and what goes meanwhile is said and left out.
 copy() {
   said=$(LC_ALL=C cp -a "$1/." "$2" 2>&1)
