@@ -518,6 +518,31 @@ def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
         assert ("subprocess.Popen" in text) == opened
 
 
+@pytest.mark.parametrize("shared", [0, 500])
+def test_two_processes_see_what_one_sees(workspace: Workspace, shared: int) -> None:
+    """A second one compares half of a large tree with what was seen last."""
+    workspace.program.write_text(PROGRAM.read_text().replace("SHARED = 500", f"SHARED = {shared}"))
+    armed(workspace)
+    workspace.write({f"d{at % 40}/e{at % 7}/{at}": f"{at}\n" for at in range(900)})
+    workspace.write({".gitignore": "build\n", "d1/build/x": "x"})
+    chance = random.Random(7)
+    for _ in range(4):
+        before = workspace.state()
+        with workspace.turn():
+            for path in chance.sample(sorted(workspace.top.glob("d*/e*/*")), 5):
+                path.unlink()
+            subprocess.run(["rm", "-r", chance.choice(sorted(workspace.top.glob("d*/e*")))])
+            at = chance.randrange(40)
+            workspace.write({f"d{at}/new": "x", f"d{at}/f/new{at}": "y", "d1/build/x": f"{at}"})
+            chance.choice(sorted(workspace.top.glob("d*/*"))).chmod(0o700)
+        after = workspace.state()
+        assert {row["path"] for row in workspace.call("undo")["left"]} == {"d1/build"}
+        build = b"d1/build/x"
+        assert workspace.state() | {build: b""} == before | {build: b""}
+        workspace.call("redo")
+        assert workspace.state() == after
+
+
 def test_a_file_that_is_as_new_as_the_snapshot_is_read_again(workspace: Workspace) -> None:
     """Were the clock to stand still, nothing else would tell that it has changed."""
     workspace.write({"a": "one", "old": "x"})

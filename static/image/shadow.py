@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
 LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
+SHARED = 500  # directories from which on a second process helps
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
@@ -474,6 +475,16 @@ class Import:
         return self.tree
 
 
+class Unchanged(Import):
+    """For a walk that must find nothing new."""
+
+    def __init__(self) -> None:
+        pass
+
+    def send(self, line: str, data: bytes | None = None) -> None:
+        raise Failure(line, "")
+
+
 def quoted(name: str) -> str:
     for character, instead in ("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"):
         name = name.replace(character, instead)
@@ -553,14 +564,50 @@ class Walk:
         self.folders: dict[str, Folder] = {}
         self.loaded: dict[str, dict[str, Row]] = {}
         self.racy, self.leftovers = list[tuple[str, str]](), list[tuple[str, str]]()
-        self.temporary = store.state.get("temporary") or "\0"
+        self.temporary: str = store.state.get("temporary", "")
         self.settled = time.time_ns() - RACY_NS
         try:
             self.root = os.open(workspace, FLAGS | os.O_DIRECTORY)
         except OSError as error:
             raise Failure(f"{printable(workspace)}: {error.strerror}",
                           "Is it still there?") from None
+        self.shared = self.share() if len(self.cache) > SHARED and not self.temporary else {}
         self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False)
+
+    def share(self) -> dict[str, list[str]]:
+        """Let a child compare half of the directories with the cache, while we walk the rest.
+
+        Returns its directories, each with those below, which stand before it in the cache.
+        """
+        half = [*self.cache][: len(self.cache) // 2]
+        inside, shared, below = {*half}, dict[str, list[str]](), list[str]()
+        for path in half:
+            below.append(path)
+            if path.rpartition("/")[0] not in inside:
+                shared[path], below = below, []
+        self.answers, answer = os.pipe()
+        if not os.fork():
+            try:
+                self.into, self.shared, same = Unchanged(), {}, list[str]()
+                for path in shared:
+                    parts = path.split("/")
+                    with contextlib.suppress(Exception), opened(self.root, path) as fd:
+                        self.folder(fd, path, os.fstat(fd).st_mode, len(parts), ".git" in parts)
+                        same.append(path)
+                with open(answer, "wb") as file:
+                    file.write(os.fsencode("\0".join(same)))
+            finally:
+                os._exit(0)
+        os.close(answer)
+        return shared
+
+    @functools.cached_property
+    def same(self) -> set[str]:
+        """Where the child has found nothing new; elsewhere we must look ourselves."""
+        with open(self.answers, "rb") as file:
+            found = {*os.fsdecode(file.read()).split("\0")}
+        os.wait()
+        return found
 
     def read_cache(self) -> dict[str, Folder]:
         """Empty where there is none, where it is not of the last snapshot, or damaged."""
@@ -604,7 +651,8 @@ class Walk:
                                              self.file(fd, path, row, row[0] in before, git))]
             now = marshal.dumps(rows, 2)
         inner = dict[str, str]()
-        for name, folder_mode in folders.items():
+        for name, folder_mode in sorted(folders.items(),
+                                        key=lambda item: prefix + item[0] in self.shared):
             what = self.enter(fd, prefix + name, folder_mode, depth, git, old.get(name))
             if what is not None:
                 inner[name] = what
@@ -624,6 +672,9 @@ class Walk:
             said = "ignored {} {} {}".format(*self.count(fd, name))
         elif depth >= DEPTH or len(path) > PATH_CHARACTERS:
             said = "deep"
+        elif path in self.shared and path in self.same:
+            self.folders.update((below, self.cache[below]) for below in self.shared[path])
+            return ""
         else:
             said = ""
             try:
@@ -656,7 +707,7 @@ class Walk:
         name, *key = row
         path = f"{folder}/{name}" if folder else name
         found: tuple[Row, str, bytes, str] | None = None
-        if name.startswith(self.temporary):
+        if self.temporary and name.startswith(self.temporary):
             self.leftovers.append((folder, name))
         elif not (git and name.endswith(".lock")):
             found = self.look(fd, path, row)
