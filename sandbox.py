@@ -260,9 +260,9 @@ def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] = f
     text = text if isinstance(text, str) else text.decode()
     if text.count("[") + text.count("{") > NESTING:
         check_nesting(text)
-    with suppress(ImportError, AttributeError, StopIteration, ValueError):
-        # What json.loads() asks: to import `json`, and with it `re`, takes longer than all else
-        # that most commands do.
+    # What json.loads() asks: to import `json`, and with it `re`, takes longer than all else that most
+    # commands do. Of a mistake it cannot tell without `json`: that is a SystemError.
+    with suppress(ImportError, AttributeError, StopIteration, ValueError, SystemError):
         from _json import make_scanner
 
         body = text.strip(" \t\r\n")
@@ -3824,9 +3824,27 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
 # What runs on a terminal belongs to its session: a holder inside has the terminal, and clients
 # attach to it. What they speak, and why, is said in static/session/hold.py.
 
-HOLD = ["python3", "-I", "-S", "-c",
-        'import os, sys; argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1); '
-        'sys.argv[1:] = eval(argv); exec(source)']
+# The session keeps what its Python has made of the source: to compile it takes 5 ms of each start.
+# Who may write there is the user that runs it, who gains nothing.
+HOLD = ["python3", "-I", "-S", "-c", """\
+import marshal, os, sys
+argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1)
+sys.argv[1:] = eval(argv)
+path = "/run/sandbox/hold-%x" % sys.hexversion
+try:
+    with open(path, "rb") as file:
+        kept, code = marshal.loads(file.read())
+    if kept != source:
+        raise ValueError
+except (OSError, EOFError, TypeError, ValueError):
+    code = compile(source, "hold.py", "exec")
+    try:
+        with open(path, "wb") as file:
+            file.write(marshal.dumps((source, code)))
+    except OSError:
+        pass
+exec(code)
+"""]
 RING_BYTES = 1 << 20  # what is kept of the output
 FRAME_BYTES = 65536  # no holder sends a longer one
 LIST_BYTES = 1 << 20
