@@ -260,8 +260,8 @@ def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] = f
     text = text if isinstance(text, str) else text.decode()
     if text.count("[") + text.count("{") > NESTING:
         check_nesting(text)
-    # What json.loads() asks: to import `json`, and with it `re`, takes longer than all else that most
-    # commands do. Of a mistake it cannot tell without `json`: that is a SystemError.
+    # What json.loads() asks: to import `json`, and with it `re`, takes longer than all else that
+    # most commands do. Of a mistake it cannot tell without `json`: that is a SystemError.
     with suppress(ImportError, AttributeError, StopIteration, ValueError, SystemError):
         from _json import make_scanner
 
