@@ -2751,6 +2751,9 @@ class Terminals:
             self.make_room()
             early = Terminal(app, *known, run, size)
             early.start()
+            # Where its first process is seen to run there is nothing to look for.
+            if known[1].process and not sandbox.has_ended(known[1]):
+                return self.open(early)
         try:
             engine, session = find_running(name)
             if run == "agent" and not session.agent:
