@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from contextlib import suppress
     from functools import partial
     from typing import Any, BinaryIO, NoReturn
+
+    from sandbox_changes import Turn
 else:
     # The parts of the interpreter that signal and functools are made of: contextlib and functools
     # take 3 ms, and signal's enums 1 ms.
@@ -51,6 +53,7 @@ else:
 
         def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
             return kind is not None and issubclass(kind, self.kinds)
+
 
 __version__ = "0.1.0"
 
@@ -225,10 +228,9 @@ def is_plain(text: str, also: str) -> bool:
 
 
 def quote_all(argv: Iterable[str]) -> str:
-    """The words as a shell reads them, quoted only where they must be."""
-    import shlex
-
-    return shlex.join(argv)
+    """The words as a shell reads them, quoted only where they must be: as shlex.join()."""
+    return " ".join(word if word and is_plain(word, "_@%+=:,./-")
+                    else "'" + word.replace("'", "'\"'\"'") + "'" for word in argv)
 
 
 def random_id() -> str:
@@ -627,6 +629,16 @@ a_host = matching(r"\[?[\w.:-]+\]?", "a host name", then=lambda text: text.lower
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
 
 
+def a_checkpoint(value: Any) -> Any:
+    """true, false, `try`, or an object with the bounds of what is kept."""
+    checks = {"keep": a_count, "maxBytes": a_size}
+    if isinstance(value, dict) and value and not value.keys() - checks.keys():
+        return {name: checks[name](bound) for name, bound in value.items()}
+    if not (isinstance(value, bool) or value == "try"):
+        raise ValueError(f'{value!r} is not true, false, try, or {{"keep": 50, "maxBytes": "2g"}}')
+    return value
+
+
 def an_engine(value: Any) -> str:
     return one_of(ENGINES, "an engine")(value)
 
@@ -718,6 +730,8 @@ KEYS = {key.name: key for key in (
         fixed=True, setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("checkpoint", a_checkpoint),
+    Key("protect", one_of(("hooks", "config"), "a part of .git"), kind="list", fixed=True),
     Key("notify", a_program, own=True),
     Key("detachKeys", a_key_sequence, default="ctrl-\\,d"),
     Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
@@ -1587,6 +1601,23 @@ class Engine:
             argv += self.bind_argv(*bind)
         return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
+    def closed_argv(self, name: str, image: str, command: Sequence[str], *,
+                    labels: Mapping[str, str], limits: Mapping[str, Any],
+                    capabilities: Sequence[str], binds: Sequence[tuple[str, str, str]],
+                    volumes: Sequence[str]) -> list[str]:
+        """Runs a command as root, with our stdin, in a new container that reaches nothing but what
+        is mounted, and removes that.
+        """
+        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", "0:0",
+                "--workdir", "/", "--network", "none", "--read-only", "--log-driver", "none",
+                "--security-opt", "no-new-privileges", "--cap-drop", "ALL",
+                *(f"--cap-add={capability}" for capability in capabilities), *self.create_flags,
+                *(f"--{limit}={value}" for limit, value in limits.items()),
+                *each("--label", map("=".join, labels.items()))]
+        for bind in binds:
+            argv += self.bind_argv(*bind)
+        return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
+
     def bind_argv(self, host: str, container: str, options: str) -> list[str]:
         """A mount that fails when the host path does not exist; paths may hold any character."""
         chosen = options.split(",") if options else []
@@ -2097,6 +2128,10 @@ class Session:
         home = labels.get("sandbox.home", "")
         ours = home.startswith(HOME_VOLUME) and is_plain(home.removeprefix(HOME_VOLUME), "")
         self.home = home if ours else ""
+        # The volume with the snapshots of its directory. A home stays with its session whatever
+        # the container and the name, so it is named as that.
+        id = home.removeprefix(HOME_VOLUME) if ours else labels.get("sandbox.session", "")
+        self.store = f"{STORE_VOLUME}{id}" if is_plain(id, "") else ""
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What it was created from, and the settings that came from flags or name its agent.
@@ -2297,6 +2332,8 @@ def spec_of(config: Config) -> dict[str, Any]:
     for key in KEYS.values():
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
+    if not is_folder_of_ours(f"{spec['sources'][0]}/.git"):  # of a worktree both are read-only
+        spec["protect"] = []
     return spec | {"git": git_of(spec)}
 
 
@@ -2391,7 +2428,7 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
     return engine.create_argv(
         name, spec["image"],
         ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"), home,
-         *mounts_meant(spec)],
+         *mounts_meant(binds_of(spec))],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
         env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else []),
              *([f"SANDBOX_GIT={git['at']}"] if git else [])],
@@ -2412,7 +2449,8 @@ def mount_targets(spec: Mapping[str, Any]) -> list[str]:
 def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """All mounts of a specification: source, place in the container, options."""
     options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
-    return [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec)]
+    return [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec),
+            *protected_binds(spec)]
 
 
 def has_home(spec: Mapping[str, Any]) -> bool:
@@ -2420,14 +2458,14 @@ def has_home(spec: Mapping[str, Any]) -> bool:
     return all(within(CONTAINER_HOME, target) is None for target in mount_targets(spec))
 
 
-def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
+def mounts_meant(binds: Iterable[tuple[str, str, str]]) -> list[str]:
     """The arguments of mounts_are() in static/session/mounts.sh: the boot id of this machine, then
     for each mount its device and path, and its place in the container; [] without a mount table.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             arguments = [file.read().strip()]
-        for source, target, _ in binds_of(spec):
+        for source, target, _ in binds:
             arguments += [place_of(source), target]
     except FileNotFoundError:
         return []
@@ -2522,24 +2560,31 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
-                   spec: Mapping[str, Any], home: str = "") -> tuple[Engine, Session]:
+                   spec: Mapping[str, Any], home: str = "",
+                   turn: Callable[[Engine, Session], Turn | None] = lambda *_: None,
+                   ) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
-    `spec` is spec_of(config) as it was checked, `home` a volume that is there. Raises SandboxError.
+    `spec` is spec_of(config) as it was checked, `home` a volume that is there. The first snapshot
+    for a `turn` is taken meanwhile. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
-    status = 1
+    make_hooks(spec)
+    status, begun = 1, None
     try:
+        begun = turn(engine, session)
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
         status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
         if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
             status, out, err = ended
     finally:
         if status:
+            if begun:
+                begun.drop()
             remove_leftover(engine, session)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
@@ -2643,7 +2688,7 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
         if session.home and before:
             with suppress(SandboxError):  # the first failure is the one to tell
                 renew_home(engine, home, image, before)
-        remove_home(engine, home)  # a new one: nobody uses it
+        remove_volumes(engine, home)  # a new one: nobody uses it
         raise
     # From here on the new one counts, and a signal would leave half of each.
     before_signals = signal.pthread_sigmask(
@@ -2689,7 +2734,7 @@ def check_ready(engine: Engine, session: Session) -> None:
 # The home of a session is a volume, which goes from container to container and only with `rm`. What
 # is done with it is done by a container of its own: nothing of the host sees what is in it.
 
-HOME_VOLUME = "sandbox-home-"
+HOME_VOLUME, STORE_VOLUME = "sandbox-home-", "sandbox-shadow-"
 
 
 def new_home() -> str:
@@ -2745,10 +2790,10 @@ def left_places(session: Session, spec: Mapping[str, Any]) -> list[str]:
             if target not in targets and (place := within(target, CONTAINER_HOME))]
 
 
-def remove_home(engine: Engine, home: str) -> None:
-    """Remove a home, unless a container uses it."""
-    if home:
-        Output(engine.argv("remove-volume", home), LONG_SECONDS).result()
+def remove_volumes(engine: Engine, *names: str) -> None:
+    """Remove homes and stores, unless a container uses them."""
+    if names := tuple(filter(None, names)):
+        Output(engine.argv("remove-volume", *names), LONG_SECONDS).result()
 
 
 def duplicate_home(engine: Engine, session: Session, config: Config,
@@ -2759,7 +2804,7 @@ def duplicate_home(engine: Engine, session: Session, config: Config,
         copy_home(engine, session, home)
         renew_home(engine, home, image_of(engine, session), image, left_places(session, spec))
     except BaseException:
-        remove_home(engine, home)
+        remove_volumes(engine, home)
         raise
     return home
 
@@ -2779,7 +2824,7 @@ def remove_leftover(engine: Engine, session: Session) -> None:
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
-    remove_home(engine, session.home)
+    remove_volumes(engine, session.home, session.store)
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2809,7 +2854,7 @@ def start_session(engine: Engine, session: Session) -> None:
 
 def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
     """Stop a session that was just started on other mounts than meant. Raises SandboxError."""
-    meant = mounts_meant(have) if have.get("sources") else []
+    meant = mounts_meant(binds_of(have)) if have.get("sources") else []
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
@@ -2876,7 +2921,7 @@ def remove_session(engine: Engine, session: Session) -> None:
     with suppress(OSError):  # first: this tells others who end with it, see check_removed()
         os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
-    remove_home(engine, session.home)
+    remove_volumes(engine, session.home, session.store)
     forget_files(session.name)
 
 
@@ -3135,6 +3180,27 @@ def git_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         binds.append((os.path.join(git["common"], part).rstrip("/"),
                       os.path.join(place, part).rstrip("/"), options))
     return binds
+
+
+def protected_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed."""
+    parts = ["", *spec["protect"]] if spec.get("protect") else []
+    return [(os.path.join(spec["sources"][0], ".git", part).rstrip("/"),
+             os.path.join(spec["workdir"], ".git", part).rstrip("/"), "ro" if part else "")
+            for part in parts]
+
+
+def make_hooks(spec: Mapping[str, Any]) -> None:
+    """Make the folder of hooks that is to be protected where there is none. Raises SandboxError."""
+    for path, _, _ in protected_binds(spec):
+        if os.path.basename(path) == "hooks":
+            try:
+                os.makedirs(path, exist_ok=True)
+            except OSError as error:
+                raise FileError(path, error) from None
+        if os.path.realpath(path) != path:
+            raise SandboxError(f"{path} is a link, which cannot be protected",
+                               "put what it leads to there, or leave it out of protect", 125)
 
 
 def make_worktree_config(spec: Mapping[str, Any]) -> None:
@@ -3462,6 +3528,9 @@ def is_loopback(address: str) -> bool:
 # --- Commands in a session ---
 
 
+TELLING = {"--version", "-v", "-V", "--help", "-h"}  # options of agents that end at once
+
+
 class RunRequest:
     """One `run`, decided and not yet carried out."""
 
@@ -3479,6 +3548,7 @@ class RunRequest:
         self.source: Session | None = None  # what it is to be a duplicate of
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
+        self.turn: Turn | None = None  # begun and not yet entered
         if self.name:
             known = recall(self.engines, self.name)
             if not known:
@@ -3560,11 +3630,51 @@ class RunRequest:
     @property
     def is_passing(self) -> bool:
         """Whether an agent is only asked for an answer, and there is nothing to come back to."""
-        base, args = self.base(), self.args.agent_args
-        words = {word.partition("=")[0]
-                 for word in [*(base.split() if isinstance(base, str) else base), *args]}
-        passing = {"--version", "-v", "-V", "--help", "-h"}
-        return bool(self.agent and words & passing.union(AGENTS[self.agent].headless))
+        return bool(self.agent and self.words() & TELLING.union(AGENTS[self.agent].headless))
+
+    def words(self) -> set[str]:
+        """The words of the command, without the values of its options."""
+        base = self.base()
+        return {word.partition("=")[0] for word in [*(base.split() if isinstance(base, str)
+                                                      else base), *self.args.agent_args]}
+
+    @property
+    def only_tells(self) -> bool:
+        """Whether an agent is asked for its version or its help and for nothing else."""
+        asked = self.words().difference(AGENTS[self.agent].yolo) if self.agent else set()
+        return bool(asked) and asked <= TELLING
+
+    def start_turn(self, engine: Engine, session: Session) -> Turn | None:
+        """Ask for the first snapshot of a turn, while the session is being created."""
+        self.turn = self.turn_of(engine, session, compose(self.base(), self.args.agent_args))
+        if self.turn:
+            self.turn.start()
+        return self.turn
+
+    def turn_of(self, engine: Engine, session: Session, command: list[str]) -> Turn | None:
+        """The turn that a command is, None for none."""
+        agent = self.agent
+        ours = [self.args.agent_args, *([AGENTS[agent].resume] if agent else [])]
+        if command not in [compose(self.base(), args) for args in ours]:
+            agent = ""  # the person has said so at the prompt
+        if self.only_tells:
+            return None
+        about = {"id": random_id(), "what": "agent" if agent else "command",
+                 "command": title_of(command)}
+        return wanted_turn(self.config, engine, session, about, bool(agent), self.args.strict)
+
+
+def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
+                agent: bool, strict: bool = False) -> Turn | None:
+    """The turn that a command of an agent, or another one, is to be; None for none."""
+    value = config.get("checkpoint")
+    if strict and value is False:
+        raise SandboxError("--strict needs snapshots", "leave out --no-checkpoint", 2)
+    if value is False or not (agent or value is True or strict):
+        return None
+    import sandbox_changes as changes
+
+    return changes.Turn(engine, session, about, changes.bounds(config), value != "try" or strict)
 
 
 def check_owner(session: Session) -> None:
@@ -4689,7 +4799,7 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
         if request.source:
             home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
         engine, session = create_session(request.engines, request.name, request.config,
-                                         request.kept, request.spec, home)
+                                         request.kept, request.spec, home, request.start_turn)
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4753,6 +4863,8 @@ def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
     if args.background and args.rm_on_exit:
         raise SandboxError("-d does not go together with --rm-on-exit", "keep one of them", 2)
+    if args.background and args.strict:
+        raise SandboxError("-d does not go together with --strict", "keep one of them", 2)
     try:
         with_remedies(partial(choose_session, args), args.yes)
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
@@ -4798,9 +4910,14 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
     if made and not asks and not request.args.rm_on_exit:
         say(f"made the session {session.name}; to come back: {way_back(request, engine, session)}")
     while True:
-        since, tag = time.time(), random_id()
+        since = time.time()
+        turn, request.turn = request.turn or request.turn_of(engine, session, command), None
+        tag = turn.id if turn else random_id()
         request.tags.append(tag)
-        status = run_command(engine, session, request, command, tag)
+        with turn or suppress():
+            status = run_command(engine, session, request, command, tag)
+            if turn and request.args.background and not status:
+                turn.lasts = True
         if status:
             check_removed(engine, session, status)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
@@ -4818,6 +4935,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
+        if turn and not turn.lasts and not turn.report() and request.args.strict:
+            status = TAMPERED_STATUS
         if asks:
             follow_rename(engine, session)
         again = (ask_next_command(request, engine, session, command, status) if asks
@@ -4831,6 +4950,9 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
                 say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
         command = again
+
+
+TAMPERED_STATUS = 3
 
 
 def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
@@ -5307,11 +5429,12 @@ def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    ours = "sandbox-(net|home)-[0-9a-f]{10}"
+    ours = "sandbox-(net|home|shadow)-[0-9a-f]{10}"
     volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     used = {f"sandbox-net-{id}" for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
+    used |= {Session(row["name"], "", row["labels"]).store for row in rows}
     proxies = [row["name"] for row in rows
                if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
@@ -5643,6 +5766,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
     "new": ("--new", FLAG | {"help": "make another session, whatever the directory has, unasked"}),
     "rm_on_exit": ("--rm-on-exit", FLAG | {"help": "remove the container when the command ends"}),
+    "checkpoint": ("--checkpoint", {"action": "store_const", "const": True,
+                                    "help": "take a snapshot of the directory before and after; "
+                                            "default: for an agent"}),
+    "no_checkpoint": ("--no-checkpoint", FLAG | {"help": "take none"}),
+    "strict": ("--strict", FLAG | {"help": "end with status 3 where what this machine may execute "
+                                           "has changed"}),
     "reveal": ("--reveal", FLAG | {"help": "print passwords and secret values"}),
     "json": ("--json", FLAG | {"help": "print JSON"}),
     "quiet": ("-q --quiet", FLAG | {"help": "print names only"}),
@@ -5671,6 +5800,8 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["env"] = env_flags(values["env"])
     if getattr(args, "new", False) and "containerName" in values:
         raise SandboxError("--new does not go together with -n", "keep one of them", 2)
+    if getattr(args, "no_checkpoint", False):
+        values["checkpoint"], places["checkpoint"] = False, "--no-checkpoint"
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
@@ -5766,8 +5897,8 @@ def read_plainly(command: str, words: Sequence[str]) -> Any:
     left = iter(words)
     for word in left:
         name, settings = known.get(word, ("", {}))
-        if settings.get("action") == "store_true":
-            values[name] = True
+        if settings.get("action", "")[:5] == "store":
+            values[name] = settings.get("const", True)
             continue
         value = next(left, "-")
         if not name or value.startswith("-") or settings.keys() & {"choices", "nargs", "type"}:
@@ -5863,8 +5994,8 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = ("source profile new allow allow_engine_socket rm_on_exit background yes "
-               "verbose")
+RUN_OPTIONS = ("source profile new allow allow_engine_socket rm_on_exit background checkpoint "
+               "no_checkpoint strict yes verbose")
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,

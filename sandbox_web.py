@@ -18,16 +18,18 @@ Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandb
 All that it uses of sandbox.py (a test compares this list with the code):
 
     errors: SandboxError EngineProblem BrokenSession NotASession FileError nearest
-    data: parse_json read_json is_exact is_plain a_name random_id printable quote_all
+    data: parse_json read_json is_exact is_plain a_name random_id printable one_line quote_all
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
-        recreate_session start_session stop_session remove_session users_of recall forget_files
+        recreate_session start_session stop_session remove_session users_of recall has_ended
+        forget_files
         generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
+        wanted_turn
     terminals: hold_argv attach_argv hold_environ frame Frames numbers_of Held list_terminals
         record_terminal forget_terminal recorded_terminals title_of agent_of cannot_hold
         is_unheld forget_lost
@@ -1375,7 +1377,9 @@ def iso(seconds: float) -> str:
 
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run a shell command line in a session, under a supervisor; the job as clients see it."""
+    """Run a shell command line in a session, under a supervisor, which takes the snapshots of its
+    turn, too; the job as clients see it.
+    """
     config = sandbox.session_config(session)
     env = {**sandbox.exec_env(config, session.created()[0]), **(extra_env or {})}
     with as_request_error():
@@ -1390,8 +1394,13 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,
            "started": iso(now)}
     try:
+        turn = None
+        if kind != "autostart":
+            title = sandbox.one_line(shown.get("prompt", command).strip().split("\n")[0])
+            about = {"id": id, "what": kind, "command": title}
+            turn = sandbox.wanted_turn(config, engine, session, about, kind == "prompt")
         write_job(folder, {"job": job, "tag": tag})
-        start_supervisor([folder, str(JOB_BYTES), *argv], script)
+        start_supervisor([folder, str(JOB_BYTES), *argv], script, turn.environ() if turn else {})
     except BaseException:
         sandbox.remove_tree(folder)
         raise
@@ -1411,7 +1420,7 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
     sandbox.write_private(f"{folder}/job.json.new", json.dumps(job))
 
 
-def start_supervisor(args: Sequence[str], script: str) -> None:
+def start_supervisor(args: Sequence[str], script: str, turn: Mapping[str, str] = {}) -> None:
     """Run static/session/job.py and wait until it has detached itself.
 
     It is read from a pipe, because in a zipapp it is no file that Python could be given.
@@ -1421,7 +1430,7 @@ def start_supervisor(args: Sequence[str], script: str) -> None:
         with open(source, "rb") as stdin, open(os.devnull, "r+b", 0) as null:
             fds = {0: stdin.fileno(), 1: null.fileno(), 2: null.fileno()}
             pid = sandbox.spawn([sys.executable, "-I", "-S", "-", *args], fds=fds, own_group=True,
-                                env={**os.environ, "SANDBOX_ENV": script})
+                                env={**os.environ, "SANDBOX_ENV": script, **turn})
         program.write(SUPERVISOR)
     if sandbox.wait_for(pid):
         raise WebError("internal", "the supervisor of the job could not be started")
@@ -1466,6 +1475,8 @@ def read_job(session: str, id: str) -> dict[str, Any]:
         state = "cancelled" if os.path.exists(f"{folder}/cancel") else "ended"
     job |= {"id": id, "session": session, "state": state, "size": size,
             **{key: status.get(key) for key in STATUS_TYPES}}
+    if changes := kept_changes(f"{folder}/changes"):
+        job["changes"] = changes
     if state == "lost":
         job["error"] = "the job's supervisor was killed; what came after is not known"
     if state != "running":
@@ -1473,6 +1484,14 @@ def read_job(session: str, id: str) -> dict[str, Any]:
             ENDED_JOBS.pop(next(iter(ENDED_JOBS)), None)
         ENDED_JOBS[folder] = job
     return job
+
+
+def kept_changes(path: str) -> dict[str, Any] | None:
+    """What the turn of a job has changed, None where that is not known, or not yet."""
+    with suppress(OSError, ValueError):
+        data = sandbox.read_json(path)
+        return data if isinstance(data, dict) else None
+    return None
 
 
 STATUS_TYPES = {"exit": int, "ended": str, "error": str}
@@ -2187,6 +2206,7 @@ class Terminal:
             if self.is_new and sandbox.is_unheld(self.session):
                 self.start_unheld()
             elif self.is_new:
+                self.begin_turn()
                 argv = sandbox.hold_argv(self.engine, self.session, workdir(self.session), self.id)
                 self.spawn(argv, sandbox.hold_environ(self.script(), "start", self.id, *self.size,
                                                       self.title, *self.command))
@@ -2196,6 +2216,17 @@ class Terminal:
         except BaseException:
             sandbox.Output.close(self.wake_read, self.wake_write)
             raise
+
+    def begin_turn(self) -> None:
+        """Take the first snapshot where an agent is started; the last one takes a process that the
+        server's end does not touch.
+        """
+        about = {"id": self.id, "what": "agent", "command": self.title}
+        config = sandbox.session_config(self.session)
+        if self.run == "agent" and (
+                turn := sandbox.wanted_turn(config, self.engine, self.session, about, True)):
+            with turn:
+                turn.lasts = True
 
     def attach_client(self) -> None:
         """Attach to the holder where the ring ends."""

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -59,9 +60,10 @@ def test_a_plain_command_line_is_read_as_argparse_reads_it() -> None:
         parser = sandbox.parser_of(command)
         known = [flag for flags, _ in sandbox.options_of(command).values() for flag in flags]
         others = ["", "x", "NAME=1", "-", "--", "-1", "-x y", "--name=x", "-nx", "--nam", "a b"]
-        for _ in range(100):
-            words = [chance.choice(known if known and chance.random() < 0.5 else others)
-                     for _ in range(chance.randrange(5))]
+        tried = [[flag, *more] for flag in known for more in ([], ["x"], ["x", flag, "y"])]
+        tried += [[chance.choice(known if known and chance.random() < 0.5 else others)
+                   for _ in range(chance.randrange(5))] for _ in range(100)]
+        for words in tried:
             args = sandbox.read_plainly(command, words)
             if args is None:
                 continue
@@ -69,6 +71,14 @@ def test_a_plain_command_line_is_read_as_argparse_reads_it() -> None:
             assert vars(args) == vars(parser.parse_args(words)), words
     assert read > 100
     assert sandbox.REPEATED["default"] == []
+
+
+def test_words_are_quoted_as_shlex_does() -> None:
+    chance = random.Random(10)
+    for _ in range(3000):
+        words = ["".join(chance.choices("ab1_@%+=:,./-'\"$ \\\nü\udc80", k=chance.randrange(6)))
+                 for _ in range(chance.randrange(4))]
+        assert sandbox.quote_all(words) == shlex.join(words)
 
 
 def test_nothing_written_in_python_is_imported_with_it() -> None:

@@ -439,12 +439,12 @@ def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: P
     assert made.returncode == 0
     label = engine.run("inspect", "-f", '{{index .Config.Labels "sandbox.created"}}', name).stdout
     spec = json.loads(label)["spec"]
-    before = sandbox.mounts_meant(spec)
+    before = sandbox.mounts_meant(sandbox.binds_of(spec))
     (project / "new").write_text("whole")
     (project / "new").rename(project / "file")
     script = (ROOT / "static" / "session" / "mounts.sh").read_text() + 'mounts_are "$@"'
     look = ("exec", "--user", "0:0", name, "sh", "-c", script, "sandbox")
-    for meant in (before, sandbox.mounts_meant(spec)):
+    for meant in (before, sandbox.mounts_meant(sandbox.binds_of(spec))):
         assert engine.run(*look, *meant).returncode == 0
     (project / "file").rename(project / "elsewhere")
     answer = engine.run(*look, before[0], f"{before[3]}x", "/x")

@@ -13,12 +13,10 @@ import random
 import shutil
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -472,6 +470,7 @@ def test_the_rules_of_the_first_snapshot_say_what_is_ignored(workspace: Workspac
     seen = {path for path, row in found.items() if row.get("kept") is False}
     assert seen == {"build", "src/out", "cache", "deep/build", "big.log"}
     assert (found["build"]["files"], found["build"]["size"]) == (2, 3)
+    assert found["build"]["why"] == "an ignored directory is only counted"
     assert {"keep/out/y", "new/file", "small.log", "big.txt", ".gitignore"} < {*found}
     left = {row["path"]: row["why"] for row in workspace.call("undo")["left"]}
     assert left.keys() == seen | {"deep"}  # for it is not empty
@@ -484,7 +483,8 @@ def test_what_was_not_kept_goes_only_when_one_says_so(workspace: Workspace) -> N
     workspace.write({"code": "x"})
     with workspace.turn(), (workspace.top / "code").open("wb") as file:
         file.truncate(20 << 20)
-    assert workspace.call("undo")["left"] == [{"path": "code", "why": "it is too large to keep"}]
+    assert workspace.call("undo")["left"] == [
+        {"path": "code", "why": "it is too large to keep", "conflict": False}]
     assert (workspace.top / "code").stat().st_size == 20 << 20
     assert workspace.call("undo", discard=True)["left"] == []
     assert (workspace.top / "code").read_text() == "x"
@@ -518,20 +518,18 @@ def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
         assert ("subprocess.Popen" in text) == opened
 
 
-def test_a_file_that_changes_within_the_same_tick_is_read_again(workspace: Workspace) -> None:
-    """As if the clock had stood still: what the snapshot has noted is what the file is now."""
-    workspace.write({"a": "one"})
+def test_a_file_that_is_as_new_as_the_snapshot_is_read_again(workspace: Workspace) -> None:
+    """Were the clock to stand still, nothing else would tell that it has changed."""
+    workspace.write({"a": "one", "old": "x"})
+    os.utime(workspace.top / "a", (1, 1))  # its ctime is new
     with workspace.turn():
+        _, data = (workspace.store / "cache-main").read_bytes().split(b"\n", 1)
+        noted = marshal.loads(marshal.loads(data)[""][0])
+        assert {row[0] for row in noted} == {"a", "old"}
+        assert shadow.row_of("a", os.stat(workspace.top / "a")) not in noted
         workspace.write({"a": "two"})
-        cache = workspace.store / "cache-main"
-        data = cache.read_bytes()
-        folders, racy = marshal.loads(data[36:])
-        _, id, kind = folders[""][1]["a"]
-        folders[""][1]["a"] = shadow.key_of(os.stat(workspace.top / "a")), id, kind
-        noted = marshal.dumps((folders, racy))
-        cache.write_bytes(data[:4] + struct.pack(">I", zlib.crc32(noted)) + data[8:36] + noted)
     assert list(rows(workspace.call("diff", turn="t1"))) == ["a"]
-    assert workspace.call("undo")["changed"] == [{"path": "a", "status": "modified"}]
+    assert workspace.call("undo")["changed"] == [{"path": "a", "status": "modified", "risk": []}]
     assert (workspace.top / "a").read_text() == "one"
 
 
@@ -570,7 +568,7 @@ def test_undo_keeps_what_the_person_did_meanwhile(workspace: Workspace) -> None:
                      "fight": "person\n", "own": "o\n", "mixed/mine": "m\n"})
     times = {name: os.stat(workspace.top / name) for name in ("mine", "own", "fight")}
     answer = workspace.call("undo")
-    assert answer["left"] == [{"path": "fight", "why": "both have changed it"}]
+    assert answer["left"] == [{"path": "fight", "why": "both have changed it", "conflict": True}]
     assert (workspace.top / "both").read_text() == "".join([*text[:19], "person\n"])
     assert {name: (workspace.top / name).read_text() for name in ("mine", "fight", "own", "gone")
             } == {"mine": "b\n", "fight": "person\n", "own": "o\n", "gone": "g\n"}
@@ -591,7 +589,8 @@ def test_a_git_directory_is_undone_as_a_whole_or_not_at_all(workspace: Workspace
     assert ".git/refs/heads/" in "".join(changed) and ".git/objects" not in "".join(changed)
     workspace.git("commit", "-q", "--allow-empty", "-m", "third")  # the person
     third = {path: about for path, about in workspace.state().items() if path.startswith(b".git")}
-    assert workspace.call("undo")["left"] == [{"path": ".git", "why": "both have changed it"}]
+    assert workspace.call("undo")["left"] == [
+        {"path": ".git", "why": "both have changed it", "conflict": True}]
     assert {path: about for path, about in workspace.state().items()
             if path.startswith(b".git")} == third
     assert (workspace.top / "src" / "main.py").read_text() == "print(1)\n"
@@ -620,12 +619,13 @@ def test_undo_of_a_path(workspace: Workspace) -> None:
     with workspace.turn():
         workspace.write({"a/b": "1", "a/c": "1", "ab": "1"})
     workspace.call("undo", paths=["a/b"])
+    assert workspace.call("log")["turns"][-1]["paths"] == ["a/b"]
     assert sorted(workspace.state()) == [b".", b"a", b"a/c", b"ab"]
     workspace.call("undo", paths=["./a"])
     workspace.call("diff", paths=["nope"], fails=1)
     assert os.listdir(workspace.top) == ["ab"]
     nothing = workspace.call("undo", paths=["nope"], fails=1)
-    assert "nothing is to change at nope" in nothing["error"]
+    assert "nothing is to change at nope" in nothing["error"] and nothing["kind"] == "missing"
     for path in ("/etc", "../x", "a/../../x"):
         workspace.call("undo", paths=[path], fails=2)
 
@@ -792,7 +792,7 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
     shutil.copytree(workspace.top, origin, symlinks=True)
     with workspace.turn():
         workspace.write({"src/main.py": "print(2)\n", "new/file": "n\n", ".git/config": "evil",
-                         "sub/.GIT/config": "evil", "sub/ok": "fine\n"})
+                         "sub/.GIT/config": "evil", "sub/ok": "fine\n", "Makefile": "x"})
         workspace.git("init", "-q", "nested")
         workspace.write({"nested/x": "x"})
     (origin / "README").write_text("the person's\n")
@@ -802,8 +802,10 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
     assert workspace.state(origin) == before
     answer = workspace.call("merge", tree="origin", top=origin)
     assert answer["changed"] == dry["changed"]
-    assert answer["left"] == [{"path": path, "why": "what is git's own does not leave a copy"}
-                              for path in (".git", "nested/.git", "sub/.GIT")]
+    assert answer["left"] == [
+        {"path": path, "why": "what is git's own does not leave a copy", "conflict": False}
+        for path in (".git", "nested/.git", "sub/.GIT")]
+    assert [row["path"] for row in answer["changed"] if row["risk"]] == ["Makefile"]
     after = workspace.state(origin)
     assert {path: about for path, about in after.items() if b".git" in path} == git
     assert (origin / "src/main.py").read_text() == "print(2)\n"
@@ -813,7 +815,7 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
         workspace.write({"new/file": "n2\n"})
     (origin / "src/main.py").write_text("print(3)\n")  # after the first merge: the person's
     again = workspace.call("merge", tree="origin", top=origin)
-    assert again["changed"] == [{"path": "new/file", "status": "modified"}]
+    assert again["changed"] == [{"path": "new/file", "status": "modified", "risk": []}]
     workspace.call("undo", tree="origin", top=origin)
     workspace.call("undo", tree="origin", top=origin)
     assert (origin / "src/main.py").read_text() == "print(3)\n"
@@ -972,7 +974,7 @@ def test_a_full_store_ends_the_snapshot_and_opens_again(workspace: Workspace) ->
         workspace.write({"a": "1"})
         workspace.call("snapshot")
         (workspace.top / "big").write_bytes(os.urandom(2 << 20))
-        assert "No space left" in workspace.call("snapshot", fails=1)["error"]
+        assert "Out of diskspace" in workspace.call("snapshot", fails=1)["error"]
         (workspace.top / "big").unlink()
         workspace.call("snapshot")
     finally:
@@ -1036,18 +1038,21 @@ def test_an_ordinary_user_sees_and_restores_what_it_may(workspace: Workspace) ->
     call("snapshot", user=USER, end="t1")
     found = rows(call("diff", user=USER, turn="t1"))
     assert {*found} == {"mine/a", "secret"} and found["secret"]["seen"] == "unreadable"
-    assert call("undo", user=USER)["left"] == [{"path": "secret", "why": "it cannot be read"}]
+    assert call("undo", user=USER)["left"] == [
+        {"path": "secret", "why": "it cannot be read", "conflict": False}]
     assert (workspace.top / "mine/a").read_text() == "1"
 
 
 def test_a_wrong_request_is_refused(workspace: Workspace) -> None:
     workspace.write({"a": "1"})
-    assert "no snapshot" in workspace.call("diff", fails=1)["error"]
-    workspace.call("undo", turn=7, fails=2)
+    nothing = workspace.call("diff", fails=1)
+    assert "no snapshot" in nothing["error"] and nothing["kind"] == "nothing"
+    assert workspace.call("undo", turn=7, fails=2)["kind"] == ""
     workspace.call("undo", paths=[7], fails=2)
     workspace.call("snapshot", tree="../x", fails=2)
-    workspace.call("merge", fails=1)
-    assert "no turn" in workspace.call("snapshot", end="t9", fails=1)["error"]
+    assert workspace.call("merge", fails=1)["kind"] == "nothing"
+    missing = workspace.call("snapshot", end="t9", fails=1)
+    assert "no turn" in missing["error"] and missing["kind"] == "missing"
     with workspace.turn():
         pass
     assert "already" in workspace.call("snapshot", turn={"id": "t1"}, fails=1)["error"]

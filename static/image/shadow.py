@@ -4,7 +4,7 @@
 
     snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
               only looks. All take "keep" and "maxBytes", and "agents", names that are risky below
-    log       {}: the turns, undos, redos and merges that are kept
+    log       {}: the turns, undos, redos and merges that are kept, with "paths" ([""]: all)
     diff      {"turn": ID, "paths": […], "patch": true}; without a turn since the first snapshot
     undo      {"turn": ID, "only": true, "paths": […], "dry": true, "discard": true}: the last turn
               that is not undone, or all since this one, or only this one; discard: what was never
@@ -12,10 +12,13 @@
     redo      {"turn": ID, "paths": […], "dry": true}: undo the last undo, or the one of this turn
     merge     {"tree": "origin", "paths": […], "dry": true}: bring the work of the tree "main" into
               WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too)
+              All three answer {"dry", "turns", "changed": [{"path", "status", "risk"}],
+              "left": [{"path", "why", "conflict"}]}; "conflict" is false where it never could go
     prune     {"keep": TURNS, "maxBytes": BYTES}
 
-stdout has one JSON object; a failure is {"error", "hint"}. Paths are relative to WORKSPACE; bytes
-that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or
+stdout has one JSON object; a failure is {"error", "hint", "kind"}: "missing" where there is no such
+turn or change, "nothing" where there is nothing to do, or "". Paths are relative to WORKSPACE;
+bytes that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or
 obeyed: only this program reads and writes it, and git sees nothing but objects, whose names all
 begin with a mark of ours, so that it knows none of them:
   =NAME    a file, link or directory      :m=NAME  its mode, where it is not 0644 or 0755
@@ -30,38 +33,39 @@ Exit codes: 0; 1 failed; 2 usage.
 import codecs
 import contextlib
 import fcntl
+import functools
 import gc
-import hashlib
 import json
 import marshal
 import os
 import re
-import secrets
-import shutil
 import stat
-import struct
-import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
+    import subprocess
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
 LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
-ASKED_BYTES = 32 * 1024  # less than a pipe holds, or git and we wait for each other
 FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
 KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
-PACKED = {b"tree": 2, b"blob": 3}
+MARKS = "=", ":m=", ":s="
+PIPE, DEVNULL = -1, -3  # subprocess's
+S_IFMT, NO_ROWS = 0o170000, marshal.dumps([], 2)
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CONFIG = """\
 [core]
 	repositoryformatversion = 1
 	bare = true
 	bigFileThreshold = 4m
+	compression = 1
 	attributesFile = /dev/null
 	excludesFile = /dev/null
 	hooksPath = /dev/null
@@ -71,6 +75,8 @@ CONFIG = """\
 	email = shadow
 [extensions]
 	objectformat = sha256
+[fastimport]
+	unpackLimit = 0
 [merge]
 	renames = false
 	directoryRenames = false
@@ -121,9 +127,6 @@ RISKS = (
     (r"[^/]*\.(?:desktop|lnk|scpt|command|reg)|autorun\.inf|desktop\.ini",
      "a desktop may execute it"),
 )
-# The shortest way to one of them counts: what lies in a .git is git's, whatever its name.
-RISK = re.compile(f"(?:.*?/)??(?:{'|'.join(f'({pattern})' for pattern, _ in RISKS)})",
-                  re.IGNORECASE | re.DOTALL)
 # Of these only what installing and building run counts, not the order of dependencies.
 RUNS = {"package.json": ("scripts", "bin", "husky", "lint-staged", "simple-git-hooks", "gypfile",
                          "packageManager", "workspaces"),
@@ -135,16 +138,18 @@ NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory
             "objects": "a repository's objects are not kept", "full": "the store was full",
             "unreadable": "it cannot be read", "deep": "it lies too deep"}
 
-Key = tuple[int, int, int, int, int]  # mode, size, mtime, ctime (ns) and inode
-Seen = tuple[Any, bytes, str]  # key, object and kind
+Row = tuple[Any, ...]  # name, mode, size, mtime, ctime (ns) and inode
+# Of a directory: its rows as marshal has them, its directories (what is said of one that was not
+# entered, or "") and its mode. Bytes are compared at once, and loaded only where they differ.
+Folder = tuple[bytes, dict[str, str], int]
 
 
 class Failure(Exception):
     """What ends the request, and what one can do about it."""
 
-    def __init__(self, message: str, hint: str = "", code: int = 1) -> None:
+    def __init__(self, message: str, hint: str, kind: str = "", code: int = 1) -> None:
         super().__init__(message)
-        self.hint, self.code = hint, code
+        self.hint, self.kind, self.code = hint, kind, code
 
 
 class Entry(NamedTuple):
@@ -153,8 +158,8 @@ class Entry(NamedTuple):
     id: str  # of a note: of its text
 
 
-def key_of(st: os.stat_result) -> Key:
-    return st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino
+def row_of(name: str, st: os.stat_result) -> Row:
+    return name, st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino
 
 
 def printable(text: str) -> str:
@@ -197,11 +202,17 @@ def write(path: str, data: bytes, sync: bool = True) -> None:
     os.rename(f"{path}.tmp", path)
 
 
+def clear(folder: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder)
+
+
 class Store:
     def __init__(self, folder: str) -> None:
         """Take the lock, and clear away what a killed run has left."""
         self.folder, self.packs = folder, os.path.join(folder, "git/objects/pack")
-        for name in ("git/objects/pack", "git/refs", "git/info", "rules", "tmp"):
+        for name in ("git/objects/pack", "git/refs", "git/info", "rules"):
             os.makedirs(os.path.join(folder, name), mode=0o700, exist_ok=True)
         self.lock = open(os.path.join(folder, "lock"), "w")  # noqa: SIM115 - until the end
         fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -217,9 +228,11 @@ class Store:
         for name, size in self.state["packs"].items():
             if found.get(name) != size:
                 raise damaged(f"{name} is not what was written")
-        self.scratch = self.at("tmp/objects")
-        shutil.rmtree(self.at("tmp"))
-        os.makedirs(self.scratch)
+        if os.path.exists(self.at("tmp")):
+            clear(self.at("tmp"))
+            for name in os.listdir(self.at("git")):
+                if name.startswith("fast_import_crash"):
+                    os.unlink(self.at(f"git/{name}"))
         self.reader: subprocess.Popen[bytes] | None = None
         self.notes: dict[str, bytes] = {}
 
@@ -235,32 +248,39 @@ class Store:
 
     # git: what it writes goes to a directory that ends with the request
 
-    def argv(self, *words: str) -> dict[str, Any]:
+    def start(self, *words: str, scratch: str = "tmp/objects", **more: Any,
+              ) -> "subprocess.Popen[bytes]":
+        import subprocess
+
+        os.makedirs(self.at(f"{scratch}/pack"), exist_ok=True)
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self.at("git"), "LC_ALL": "C",
                "GIT_DIR": self.at("git"), "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1",
                "GIT_CONFIG_GLOBAL": os.devnull, "GIT_NO_REPLACE_OBJECTS": "1",
-               "GIT_OBJECT_DIRECTORY": self.scratch,
+               "GIT_OBJECT_DIRECTORY": self.at(scratch),
                "GIT_ALTERNATE_OBJECT_DIRECTORIES": self.at("git/objects")}
-        return {"args": ("git", *words), "env": env, "cwd": self.folder}
+        return subprocess.Popen(("git", *words), env=env, stdin=PIPE, stdout=PIPE,
+                                **{"cwd": self.folder, "stderr": PIPE, **more})
 
     def git(self, *words: str, given: bytes = b"", fine: Sequence[int] = (0,)) -> bytes:
-        done = subprocess.run(**self.argv(*words), input=given, capture_output=True)
-        if done.returncode not in fine:
-            raise damaged(f"git {words[0]}: {done.stderr.decode(errors='replace').strip()[:500]}")
-        output: bytes = done.stdout
+        return self.end(self.start(*words), given, fine)
+
+    def end(self, process: "subprocess.Popen[bytes]", given: bytes, fine: Sequence[int] = (0,),
+            ) -> bytes:
+        output, error = process.communicate(given)
+        if process.returncode not in fine:
+            raise damaged(error.decode(errors="replace").strip()[:500])
         return output
 
     def ask(self, word: str, id: str) -> tuple[int, IO[bytes]]:
         if not self.reader:
-            self.reader = subprocess.Popen(**self.argv("cat-file", "--batch-command"),
-                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                           stderr=subprocess.DEVNULL)
+            self.reader = self.start("cat-file", "--batch-command", stderr=DEVNULL)
         assert self.reader.stdin and self.reader.stdout
-        self.reader.stdin.write(f"{word} {id}\n".encode())
-        self.reader.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self.reader.stdin.write(f"{word} {id}\n".encode())
+            self.reader.stdin.flush()
         head = self.reader.stdout.readline().split()
         if len(head) != 3:
-            raise damaged(f"an object is missing: {id[:12]}")
+            raise damaged(f"object {id[:12]} is missing")
         return int(head[2]), self.reader.stdout
 
     def size(self, id: str) -> int:
@@ -268,7 +288,10 @@ class Store:
 
     def get(self, id: str) -> bytes:
         size, stream = self.ask("contents", id)
-        return stream.read(size + 1)[:-1]
+        data = stream.read(size + 1)
+        if len(data) <= size:
+            raise damaged(f"object {id[:12]} cannot be read")
+        return data[:-1]
 
     def note(self, id: str) -> bytes:
         if id not in self.notes:
@@ -384,113 +407,100 @@ def in_workspace(name: str) -> str:
     return "/".join(re.sub("^(?::[ms])?=", "", part) for part in name.split("/"))
 
 
-class Pack:
-    """Objects on their way into the store; its format is gitformat-pack(5), version 2.
+def marked(path: str, mark: str = "=") -> str:
+    *folders, name = path.split("/")
+    return "/".join((*(f"={part}" for part in folders), mark + name))
 
-    git sees them when finish() has made the index; a pack that state.json does not name is removed.
-    """
 
-    def __init__(self, store: Store, known: Callable[[], set[bytes]], most: int) -> None:
-        self.store, self.find_known, self.most = store, known, most
-        self.known: set[bytes] | None = None
-        self.count, self.size = 0, 12
+class Import:
+    """Another tree in the store, said as what differs from one that is there: git fast-import."""
 
-    def put(self, kind: bytes, data: bytes) -> bytes:
-        digest = hashlib.sha256(b"%s %d\0" % (kind, len(data)))
-        digest.update(data)
-        name = digest.digest()
-        if self.known is None:
-            self.known = self.find_known()
-        if name in self.known:
-            return name
-        if not self.count:
-            self.stem = os.path.join(self.store.packs, f"pack-{secrets.token_hex(16)}")
-            self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
-            self.file.write(bytes(12))
-        self.known.add(name)
-        self.count += 1
-        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
-        while size:
-            head[-1] |= 128
-            head.append(size & 127)
-            size >>= 7
-        self.size += self.file.write(bytes(head) + zlib.compress(data, 1))
-        return name
+    def __init__(self, store: Store, tree: str) -> None:
+        self.store, self.tree, self.size = store, tree, 0
+        self.process: subprocess.Popen[bytes] | None = None
 
-    def finish(self) -> None:
-        if self.count:
-            with self.file as file:
-                file.seek(0)
-                file.write(b"PACK" + struct.pack(">II", 2, self.count))
-                file.seek(0)
-                file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            self.store.git("index-pack", "-o", f"{self.stem}.idx", f"{self.stem}.pack")
+    def send(self, line: str, data: bytes | None = None) -> None:
+        if not self.process:
+            self.process = self.store.start("fast-import", "--quiet", "--force", "--depth=0",
+                                            scratch="tmp/packs")
+            self.send("commit refs/none\ncommitter shadow <shadow> 0 +0000\ndata 0")
+            if self.tree:
+                self.send(f'M 040000 {self.tree} ""')
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # end() says why
+            self.process.stdin.write(os.fsencode(f"{line}\n"))
+            if data is not None:
+                self.process.stdin.write(b"data %d\n%s\n" % (len(data), data))
+
+    def put(self, name: str, data: bytes, mode: str = "100644") -> None:
+        self.size += len(data)
+        self.send(f"M {mode} inline {quoted(name)}", data)
+
+    def drop(self, path: str) -> None:
+        for mark in MARKS:
+            self.send(f"D {quoted(marked(path, mark))}")
+
+    def finish(self) -> str:
+        if self.process:
+            output = self.store.end(self.process, b'ls ""\nreset refs/none\n')
+            tree = output.split()[2].decode()
+            if tree != self.tree:
+                packs = self.store.at("tmp/packs/pack")
+                for name in os.listdir(packs):
+                    os.rename(os.path.join(packs, name), os.path.join(self.store.packs, name))
+            self.tree = tree
+        return self.tree
+
+
+def quoted(name: str) -> str:
+    for character, instead in ("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"):
+        name = name.replace(character, instead)
+    return f'"{name}"'
 
 
 class Rules:
     """The ignore rules of the first snapshot, read by git in a directory of nothing else."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.folder = store, os.fsencode(store.at("rules"))
+        self.store, self.folder = store, store.at("rules")
         self.frozen = bool(store.state["first"])
         self.process: subprocess.Popen[bytes] | None = None
         if not self.frozen:
-            shutil.rmtree(self.folder)
-            os.makedirs(self.folder)
+            clear(self.folder)
+            os.makedirs(f"{self.folder}/.git")  # so that it is never empty
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(store.at("git/info/exclude"))
 
     def freeze(self, path: str, data: bytes) -> None:
-        if path == "exclude":
-            return write(self.store.at("git/info/exclude"), data)
-        target = os.path.join(self.folder, os.fsencode(path))
+        target = f"{self.folder}/{path}" if path != "exclude" else self.store.at("git/info/exclude")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(target, "wb") as file:
             file.write(data)
 
-    def ignored(self, path: str, folders: list[str], files: list[str]) -> set[str]:
-        """Which of a directory's folders and files are. That a folder is one, git must see."""
-        names = [os.fsencode(name) for name in folders + files]
-        here = os.path.join(self.folder, os.fsencode(path))
-        for name in names[: len(folders)]:
-            with contextlib.suppress(OSError):  # a file of rules may have the name of a folder
-                os.makedirs(os.path.join(here, name))
-        found, asked, size = set[bytes](), list[bytes](), 0
-        for name in names:
-            asked.append(os.path.join(b".", os.fsencode(path), name))  # not :(magic)
-            size += len(asked[-1]) + 1
-            if size > ASKED_BYTES or name is names[-1]:
-                found |= self.ask(asked)
-                asked, size = [], 0
-        for name in names[: len(folders)]:
-            with contextlib.suppress(OSError):  # it has rules
-                os.rmdir(os.path.join(here, name))
-        with contextlib.suppress(OSError):
-            while len(here) > len(self.folder) + 1:
-                os.rmdir(here)
-                here = os.path.dirname(here)
-        return {os.fsdecode(os.path.basename(name)) for name in found}
-
-    def ask(self, paths: list[bytes]) -> set[bytes]:
+    def ignored(self, path: str, folder: bool) -> bool:
+        """That a folder is one, git must see; a file of rules may have its name."""
+        here = f"{self.folder}/{path}"
+        if folder:
+            with contextlib.suppress(OSError):
+                os.makedirs(here)
         if not self.process:
-            words = (f"--work-tree={os.fsdecode(self.folder)}", "check-ignore", "--no-index", "-z",
-                     "-v", "-n", "--stdin")
-            self.process = subprocess.Popen(**self.store.argv(*words) | {"cwd": self.folder},
-                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.process = self.store.start(
+                f"--work-tree={self.folder}", "check-ignore", "-vnz", "--no-index", "--stdin",
+                cwd=self.folder, stderr=DEVNULL)
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(b"".join(path + b"\0" for path in paths))
+        self.process.stdin.write(b"./%s\0" % os.fsencode(path))  # not :(magic)
         self.process.stdin.flush()
         answer = b""
-        while answer.count(b"\0") < 4 * len(paths):
+        while answer.count(b"\0") < 4:  # file of rules, line, pattern, path
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             if not data:
                 raise damaged("git check-ignore has ended")
             answer += data
-        parts = answer.split(b"\0")  # for each: file of rules, line, pattern, path
-        return {parts[at + 3] for at in range(0, 4 * len(paths), 4)
-                if parts[at] and not parts[at + 2].startswith(b"!")}
+        if folder:
+            with contextlib.suppress(OSError):
+                os.removedirs(here)
+        rules, _, pattern, *_ = answer.split(b"\0")
+        return bool(rules) and not pattern.startswith(b"!")
 
 
 # --- The walk ---
@@ -511,17 +521,15 @@ def opened(root: int, path: str) -> Iterator[int]:
 
 
 class Walk:
-    """What a workspace holds now; `tree` is it in the store, once commit() has been called.
-
-    `folders` has the tree, the entries and the mode of each directory by its path.
-    """
+    """What a workspace holds now, in `folders` by path, and in `tree` once commit() was called."""
 
     def __init__(self, store: Store, workspace: str, label: str, most: int) -> None:
-        self.store, self.label = store, label
-        self.cache: dict[str, tuple[bytes, dict[str, Seen], int]] = self.read_cache()
-        self.pack = Pack(store, self.known, most)
+        self.store, self.label, self.most = store, label, most
+        self.cache = self.read_cache()
+        self.into = Import(store, store.state["last"].get(label, "") if self.cache else "")
         self.rules = Rules(store)
-        self.folders: dict[str, tuple[bytes, dict[str, Seen], int]] = {}
+        self.folders: dict[str, Folder] = {}
+        self.loaded: dict[str, dict[str, Row]] = {}
         self.racy, self.leftovers = list[tuple[str, str]](), list[tuple[str, str]]()
         self.temporary = store.state.get("temporary") or "\0"
         self.settled = time.time_ns() - RACY_NS
@@ -530,97 +538,88 @@ class Walk:
         except OSError as error:
             raise Failure(f"{printable(workspace)}: {error.strerror}",
                           "Is it still there?") from None
-        self.tree = self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False).hex()
+        self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False)
 
-    def read_cache(self) -> dict[str, tuple[bytes, dict[str, Seen], int]]:
+    def read_cache(self) -> dict[str, Folder]:
         """Empty where there is none, where it is not of the last snapshot, or damaged."""
         try:
             with open(self.store.at(f"cache-{self.label}"), "rb") as file:
-                data = file.read()
+                mark, data = file.readline(), file.read()
         except FileNotFoundError:
             return {}
-        if data[:36] != self.mark(data[36:]):
-            return {}
-        folders, racy = marshal.loads(data[36:])
-        for path, name in racy:
-            _, id, kind = folders[path][1][name]
-            folders[path][1][name] = None, id, kind
-        return folders  # type: ignore[no-any-return]
+        return marshal.loads(data) if mark == self.mark(data) else {}
 
     def mark(self, data: bytes) -> bytes:
         """What a cache begins with: the interpreter it is for, a check, the tree it is of."""
-        tree = self.store.state["last"].get(self.label, "")
-        return struct.pack(">II28s", sys.hexversion, zlib.crc32(data), tree.encode())
+        tree = self.store.state["last"].get(self.label)
+        return b"%x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
-    def known(self) -> set[bytes]:
-        return ({seen[1] for _, entries, _ in self.cache.values() for seen in entries.values()}
-                | {tree for tree, _, _ in self.cache.values()})
-
-    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> bytes:
-        tree, old, old_mode = self.cache.get(path, (b"", {}, 0))
-        now, fresh, folders = dict[str, Seen](), list[tuple[str, Key]](), list[tuple[str, int]]()
+    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> None:
+        rows, folders = list[Row](), dict[str, int]()
         with os.scandir(fd) as found:
             for entry in found:
-                name = entry.name
                 try:
                     st = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
                 except OSError:
-                    now[name] = None, self.note("unreadable"), NOTE
+                    rows.append((entry.name,))
                     continue
-                if stat.S_ISDIR(st.st_mode):
-                    folders.append((name, st.st_mode))
-                    continue
-                key = (st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino)
-                seen = old.get(name)
-                if seen and seen[0] == key:
-                    now[name] = seen
-                elif name.startswith(self.temporary):
-                    self.leftovers.append((path, name))
-                elif not (git and name.endswith(".lock")):
-                    fresh.append((name, key))
-        prefix = f"{path}/" if path else ""
+                if st.st_mode & S_IFMT == stat.S_IFDIR:
+                    folders[entry.name] = st.st_mode
+                else:  # as row_of has it
+                    rows.append((entry.name, st.st_mode, st.st_size, st.st_mtime_ns,
+                                 st.st_ctime_ns, st.st_ino))
+        seen, old, old_mode = self.cache.get(path, (NO_ROWS, {}, -1))
+        prefix, now = f"{path}/" if path else "", marshal.dumps(rows, 2)
         if not (git or self.rules.frozen):
             self.freeze(fd, prefix)
-        objects = git and not {"refs", "logs"} & {*path.split("/")}
-        new = [name for name, _ in folders if name != ".git"
-               and (name not in old or old[name][2] not in (DIR, IGNORED))]
-        large = [name for name, key in fresh if IGNORED_BYTES < key[1] <= WHOLE_BYTES]
-        ignored = set() if git or not (new or large) else self.rules.ignored(path, new, large)
-        for name, key in fresh:
-            if found_now := self.file(fd, name, key, name in ignored):
-                now[name], settled = found_now
-                if not settled:
-                    self.racy.append((path, name))
-        for name, folder_mode in folders:
-            inside = git or name == ".git"
-            if objects and name == "objects":
-                now[name] = None, self.note("objects"), NOTE
-            elif not inside and (name in ignored or (name in old and old[name][2] == IGNORED)):
-                now[name] = None, self.note("ignored", *self.count(fd, name)), IGNORED
-            elif depth >= DEPTH or len(prefix + name) > PATH_CHARACTERS:
-                now[name] = None, self.note("deep"), NOTE
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    now[name] = self.child(fd, prefix + name, name, folder_mode, depth, inside)
+        if now != seen or old.keys() - folders.keys():
+            before = {row[0]: row for row in marshal.loads(seen)}
+            for name in before.keys() - {row[0] for row in rows} | old.keys() - folders.keys():
+                self.into.drop(prefix + name)
+            rows = [kept for row in rows if (kept := row if before.get(row[0]) == row else
+                                             self.file(fd, path, row, row[0] in before, git))]
+            now = marshal.dumps(rows, 2)
+        inner = dict[str, str]()
+        for name, folder_mode in folders.items():
+            what = self.enter(fd, prefix + name, folder_mode, depth, git, old.get(name))
+            if what is not None:
+                inner[name] = what
         mode = stat.S_IMODE(mode)
-        if now != old or mode != old_mode:
-            tree = self.put_tree(now, mode)
-        self.folders[path] = tree, now, mode
-        return tree
+        if mode != old_mode:
+            self.into.put(marked(prefix + ":dir", ""), b"%o" % mode)
+        self.folders[path] = now, inner, mode
 
-    def child(self, fd: int, path: str, name: str, mode: int, depth: int, git: bool) -> Seen:
-        try:
-            inner = os.open(name, FLAGS | os.O_DIRECTORY, dir_fd=fd)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            return None, self.note("unreadable"), NOTE
-        try:
-            return None, self.folder(inner, path, mode, depth + 1, git), DIR
-        finally:
-            os.close(inner)
+    def enter(self, fd: int, path: str, mode: int, depth: int, git: bool, old: str | None,
+              ) -> str | None:
+        """What is said of a directory that is not entered; None if it is gone. `old` was said."""
+        name = path.rpartition("/")[2]
+        if git and name == "objects" and not {"refs", "logs"} & {*path.split("/")}:
+            said = "objects"
+        elif not (git or name == ".git" or old == "") and (
+                (old or "").startswith("ignored") or self.rules.ignored(path, True)):
+            said = "ignored {} {} {}".format(*self.count(fd, name))
+        elif depth >= DEPTH or len(path) > PATH_CHARACTERS:
+            said = "deep"
+        else:
+            said = ""
+            try:
+                inner = os.open(name, FLAGS | os.O_DIRECTORY, dir_fd=fd)
+            except FileNotFoundError:
+                said = None
+            except OSError:
+                said = "unreadable"
+        if said != old and old is not None:
+            self.into.drop(path)
+        if said == "":
+            try:
+                self.folder(inner, path, mode, depth + 1, git or name == ".git")
+            finally:
+                os.close(inner)
+        elif said and said != old:
+            self.into.put(marked(path, ":s="), said.encode())
+        return said
 
     def freeze(self, fd: int, prefix: str) -> None:
         """Take over the rules of a directory, and at the top those of its repository."""
@@ -630,29 +629,63 @@ class Walk:
                 if stat.S_ISREG(st.st_mode) and st.st_size <= IGNORED_BYTES:
                     self.rules.freeze(prefix + name, self.read(inner, name, st.st_size)[0])
 
-    def file(self, fd: int, name: str, key: Key, ignored: bool) -> tuple[Seen, bool] | None:
-        """What is kept of it, and whether the next snapshot may rely on that."""
+    def file(self, fd: int, folder: str, row: Row, known: bool, git: bool) -> Row | None:
+        """Put it into the store. Returns its row as it was then, None where it is not kept."""
+        name, *key = row
+        path = f"{folder}/{name}" if folder else name
+        found: tuple[Row, str, bytes, str] | None = None
+        if name.startswith(self.temporary):
+            self.leftovers.append((folder, name))
+        elif not (git and name.endswith(".lock")):
+            found = self.look(fd, path, row)
+        if known:
+            self.into.drop(path)
+        if not found:
+            return None
+        row, mark, data, mode = found
+        self.into.put(marked(path, mark), data, mode)
+        full = stat.S_IMODE(row[1]) if mark == "=" and mode != "120000" else 0o644
+        if full not in (0o644, 0o755):
+            self.into.put(marked(path, ":m="), b"%o" % full)
+        return row
+
+    def look(self, fd: int, path: str, row: Row) -> tuple[Row, str, bytes, str] | None:
+        """Its row, the mark of its name, its content and its mode for git; None if it is gone."""
+        def note(*words: object) -> tuple[Row, str, bytes, str]:
+            return row, ":s=", " ".join(map(str, words)).encode(), "100644"
+
+        folder, _, name = path.rpartition("/")
         for _ in range(ATTEMPTS):
-            settled = max(key[2:4]) < self.settled
-            mode, size = key[:2]
             try:
+                if len(row) == 1:
+                    return note("unreadable")
+                _, mode, size, *times, _ = row
+                if max(times) >= self.settled:
+                    self.racy.append((folder, name))
                 if stat.S_ISLNK(mode):
-                    target = os.readlink(os.fsencode(name), dir_fd=fd)
-                    return (key, self.pack.put(b"blob", target), LINK), settled
+                    return row, "=", os.readlink(os.fsencode(name), dir_fd=fd), "120000"
                 if not stat.S_ISREG(mode):
-                    return (key, self.note(special(mode)), NOTE), settled
-                if size > WHOLE_BYTES or ignored or self.pack.size > self.pack.most:
-                    why = "large" if size > WHOLE_BYTES or ignored else "full"
-                    return (key, self.note(why, size, *key[2:4]), NOTE), settled
+                    return note(special(mode))
+                if size > WHOLE_BYTES or size > IGNORED_BYTES and self.rules.ignored(path, False):
+                    return note("large", size, *times)
+                if self.full():
+                    return note("full", size, *times)
                 data, st = self.read(fd, name, size)
-                if key_of(st) == key and len(data) == size:
-                    return (key, self.pack.put(b"blob", data), FILE), settled
-                key = key_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+                if row_of(name, st) == row and len(data) == size:
+                    return row, "=", data, "100755" if mode & 0o100 else "100644"
+                row = row_of(name, os.stat(name, dir_fd=fd, follow_symlinks=False))
             except FileNotFoundError:
                 return None
             except OSError:
-                return (key, self.note("unreadable", *key[1:4]), NOTE), False
-        return (key, self.pack.put(b"blob", data), FILE), False  # it is being written all the time
+                self.racy.append((folder, name))
+                return note("unreadable", *row[2:5])
+        self.racy.append((folder, name))  # it is being written all the time
+        return row, "=", data, "100755" if mode & 0o100 else "100644"
+
+    def full(self) -> bool:
+        """Has this snapshot written more than the store may have?"""
+        return self.into.size > self.most < sum(
+            entry.stat().st_size for entry in os.scandir(self.store.at("tmp/packs/pack")))
 
     def read(self, fd: int, name: str, size: int) -> tuple[bytes, os.stat_result]:
         """No more than it had, and one byte to know that it grows. Raises OSError."""
@@ -680,44 +713,32 @@ class Walk:
                 newest = max(newest, more[2], st.st_ctime_ns)
         return files, size, newest
 
-    def note(self, kind: str, *values: int) -> bytes:
-        return self.pack.put(b"blob", " ".join((kind, *map(str, values))).encode())
-
-    def put_tree(self, entries: dict[str, Seen], mode: int) -> bytes:
-        rows = [(b":dir", b"100644", self.pack.put(b"blob", b"%o" % mode))]
-        for name, (key, id, what) in entries.items():
-            raw = os.fsencode(name)
-            if what == DIR:
-                rows.append((b"=%s/" % raw, b"40000", id))
-            elif what == LINK:
-                rows.append((b"=%s" % raw, b"120000", id))
-            elif what == FILE:
-                full = stat.S_IMODE(key[0])
-                rows.append((b"=%s" % raw, b"100755" if full & 0o100 else b"100644", id))
-                if full not in (0o644, 0o755):
-                    rows.append((b":m=%s" % raw, b"100644", self.pack.put(b"blob", b"%o" % full)))
-            else:
-                rows.append((b":s=%s" % raw, b"100644", id))
-        rows.sort()
-        return self.pack.put(b"tree", b"".join(
-            b"%s %s\0%s" % (kind, name.rstrip(b"/"), id) for name, kind, id in rows))
-
     def commit(self) -> str:
         """Make it the last snapshot of its tree; the caller saves the state. Returns its tree."""
         state = self.store.state
-        self.pack.finish()
-        state["last"][self.label] = self.tree
+        self.tree = state["last"][self.label] = self.into.finish()
         state["first"].setdefault(self.label, self.tree)
-        if self.folders != self.cache:
-            data = marshal.dumps((self.folders, self.racy))
+        noted = dict(self.folders)
+        for folder, name in self.racy:  # no row is like that
+            rows, inner, mode = noted[folder]
+            noted[folder] = marshal.dumps([row if row[0] != name else (name, 0)
+                                           for row in marshal.loads(rows)], 2), inner, mode
+        if noted != self.cache:
+            data = marshal.dumps(noted)
             write(self.store.at(f"cache-{self.label}"), self.mark(data) + data, sync=False)
         return self.tree
 
-    def key(self, path: str) -> Any:
+    def key(self, path: str) -> Row | str | None:
         """What a path was: None where nothing was there, "" for a directory."""
         folder, _, name = path.rpartition("/")
-        seen = self.folders[folder][1].get(name) if folder in self.folders else None
-        return seen and (seen[0] or "")
+        rows, inner, _ = self.folders.get(folder, (NO_ROWS, {}, 0))
+        if folder not in self.loaded:
+            self.loaded[folder] = {row[0]: row for row in marshal.loads(rows)}
+        return "" if name in inner else self.loaded[folder].get(name)
+
+
+def not_kept(kind: str) -> str:
+    return NOT_KEPT.get(kind, f"it is a {kind}")
 
 
 def special(mode: int) -> str:
@@ -730,12 +751,12 @@ def special(mode: int) -> str:
 class Restore:
     """Brings changes into the workspace that a walk has seen; what is not as it was seen stays.
 
-    `left` has the path and the reason of each one that stays.
+    `left` has the path and the reason of each one that stays, `never` those that always would.
     """
 
     def __init__(self, walk: Walk, discard: bool) -> None:
         self.walk, self.store, self.discard = walk, walk.store, discard
-        self.left, self.done = dict[str, str](), dict[str, str]()
+        self.left, self.done, self.never = dict[str, str](), dict[str, str](), set[str]()
         self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
 
     def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
@@ -745,17 +766,19 @@ class Restore:
             if note and note.kind == NOTE and (note is new or not self.discard
                                                or self.walk.key(path) in (None, "")):
                 kind, *_ = self.store.note(note.id).decode().split()
-                self.left[path] = NOT_KEPT.get(kind, f"it is a {kind}")
+                self.left[path] = not_kept(kind)
+                self.never.add(path)
             else:
                 self.changes[path] = old, new
                 self.done[path] = status(old, new)
+        self.planned = {**self.changes}
 
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
         for folder, name in self.walk.leftovers:
             with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
                 os.unlink(name, dir_fd=fd)
-        self.store.state["temporary"] = f".shadow-{secrets.token_hex(8)}-"
+        self.store.state["temporary"] = f".shadow-{os.urandom(8).hex()}-"
         self.store.save()
         order = sorted(self.changes.items())
         try:
@@ -825,7 +848,7 @@ class Restore:
         except FileNotFoundError:
             st = None
         seen = None if self.changes[path][0] is None else self.walk.key(path) or ""
-        if (st and ("" if stat.S_ISDIR(st.st_mode) else key_of(st))) != seen:
+        if (st and ("" if stat.S_ISDIR(st.st_mode) else row_of(name, st))) != seen:
             raise OSError("it has changed meanwhile")
 
     def remove(self, fd: int, name: str, path: str, old: Entry) -> None:
@@ -886,11 +909,18 @@ def octal(entry: Entry | None) -> str | None:
     return f"{kinds[entry.kind] | entry.mode:06o}" if entry and entry.kind != NOTE else None
 
 
+@functools.cache
+def risk_pattern() -> re.Pattern[str]:
+    """The shortest way to one of them counts: what lies in a .git is git's, whatever its name."""
+    return re.compile(f"(?:.*?/)??(?:{'|'.join(f'({pattern})' for pattern, _ in RISKS)})",
+                      re.IGNORECASE | re.DOTALL)
+
+
 def risks(store: Store, path: str, old: Entry | None, new: Entry | None, agents: Sequence[str],
           ) -> list[str]:
     """Why the host may execute or obey what has changed there."""
     found = list[str]()
-    match = RISK.fullmatch(canonical(path))
+    match = risk_pattern().fullmatch(canonical(path))
     if match and (reason := RISKS[(match.lastindex or 0) - 1][1]) and (new or in_git(path)):
         found.append(reason)
     names = "|".join(re.escape(name) for name in agents)
@@ -942,7 +972,7 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
         for note in [side for side in sides if side.kind == NOTE]:
             kind, *values = store.note(note.id).decode().split()
-            row |= {"kept": False, "seen": kind}
+            row |= {"kept": False, "seen": kind, "why": not_kept(kind)}
             if kind == "ignored":
                 row |= {"files": int(values[0]), "size": int(values[1])}
             elif values:
@@ -955,7 +985,8 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             counts |= {"binary": True} if added == b"-" else {
                 "added": int(added), "deleted": int(deleted)}
     if patch:
-        add_patch(store, [*words, "-p", "--no-prefix", old, new, "--", *map(marked, paths)], found)
+        tops = [marked(path) if path else "." for path in paths]
+        add_patch(store, [*words, "-p", "--no-prefix", old, new, "--", *tops], found)
     return list(found.values())
 
 
@@ -965,13 +996,9 @@ def counted(found: dict[str, dict[str, Any]], name: bytes) -> dict[str, Any] | N
     return found.get(in_workspace(whole)) if whole.rpartition("/")[2].startswith("=") else None
 
 
-def marked(path: str) -> str:
-    return "/".join(f"={part}" for part in path.split("/")) if path else "."
-
-
 def add_patch(store: Store, words: list[str], found: dict[str, dict[str, Any]]) -> None:
     """The hunks of each file, as much as fits into PATCH_BYTES; the rest is marked as truncated."""
-    with subprocess.Popen(**store.argv(*words), stdout=subprocess.PIPE) as process:
+    with store.start(*words, stderr=DEVNULL) as process:
         assert process.stdout
         text = process.stdout.read(PATCH_BYTES)
         if truncated := bool(process.stdout.read(1)):
@@ -1039,7 +1066,8 @@ class Request:
             if event["id"] == id and event["tree"] == self.label:
                 return event
         kept = ", ".join(event["id"] for event in self.events[-5:]) or "none"
-        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.")
+        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.",
+                      "missing")
 
     def after(self, event: dict[str, Any], now: str) -> str:
         """Where a turn was not ended, the next snapshot is its end."""
@@ -1084,7 +1112,8 @@ class Request:
     def diff(self) -> dict[str, Any]:
         now = self.store.state["last"].get(self.label)
         if not now:
-            raise Failure("there is no snapshot yet", "One is taken when an agent runs.")
+            raise Failure("there is no snapshot yet", "One is taken when an agent runs.",
+                          "nothing")
         if turn := self.take("turn", str, ""):
             event = self.find(turn)
             old, new = event["before"], self.after(event, now)
@@ -1094,7 +1123,7 @@ class Request:
                            self.agents)
         if self.paths != [""] and not rows:
             raise Failure(f"nothing has changed at {printable(', '.join(self.paths))}",
-                          "Paths begin at the top of the workspace.")
+                          "Paths begin at the top of the workspace.", "missing")
         return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
     def undo(self) -> dict[str, Any]:
@@ -1102,12 +1131,14 @@ class Request:
                  and event["kind"] in ("turn", "merge") and not event.get("undone")]
         if turn := self.take("turn", str, ""):
             if (first := self.find(turn)) not in turns:
-                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.")
+                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.",
+                              "nothing")
             turns = [first] if self.take("only", bool, False) else turns[turns.index(first):]
         else:
             turns = turns[-1:]
         if not turns:
-            raise Failure("there is nothing to undo", "No turn is kept that is not undone.")
+            raise Failure("there is nothing to undo", "No turn is kept that is not undone.",
+                          "nothing")
         walk = self.walk()
         steps = [(self.after(event, walk.tree), event["before"]) for event in reversed(turns)]
         answer = self.bring(walk, "undo", steps, turns=[event["id"] for event in turns])
@@ -1119,7 +1150,8 @@ class Request:
                  and event["kind"] == "undo" and not event.get("redone")
                  and (not turn or turn in event["turns"])]
         if not undos:
-            raise Failure("there is nothing to redo", "No undo is kept that was not redone.")
+            raise Failure("there is nothing to redo", "No undo is kept that was not redone.",
+                          "nothing")
         event = undos[-1]
         answer = self.bring(self.walk(), "redo", [(event["after"], event["before"])],
                             turns=event["turns"], undo=event)
@@ -1128,7 +1160,8 @@ class Request:
     def merge(self) -> dict[str, Any]:
         state = self.store.state
         if self.label == "main" or "main" not in state["last"]:
-            raise Failure("there is nothing to merge", "A copy has a snapshot and another tree.")
+            raise Failure("there is nothing to merge", "A copy has a snapshot and another tree.",
+                          "nothing")
         merges = [event for event in self.events if event["kind"] == "merge"
                   and event["tree"] == self.label and not event.get("undone")]
         base = merges[-1]["theirs"] if merges else state["first"]["main"]
@@ -1154,6 +1187,7 @@ class Request:
             if kind == "merge" and in_git(path):
                 conflicts -= {whole_git(path)}
                 restore.left[whole_git(path)] = "what is git's own does not leave a copy"
+                restore.never.add(whole_git(path))
             elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
                       or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
                 wanted.append((path, old, new))
@@ -1163,7 +1197,7 @@ class Request:
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
-                          "Paths begin at the top of the workspace.")
+                          "Paths begin at the top of the workspace.", "missing")
         dry = self.take("dry", bool, False)
         if not dry:
             whole = self.paths == [""] and not conflicts
@@ -1172,7 +1206,7 @@ class Request:
             self.store.state["temporary"] = ""
             after = self.walk().tree
             event = self.event(kind, walk.tree, turns=turns)
-            event |= {"after": after, "files": len(restore.done),
+            event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
                       "when": self.take("when", str, "")}
             if kind == "merge":  # what has not come this time comes with the next one
                 event["theirs"] = steps[0][whole and expected == {*restore.left}]
@@ -1182,8 +1216,11 @@ class Request:
                         other["undone"] = kind == "undo"
                 if undo:
                     undo["redone"] = True
-        rows = [{"path": path, "status": what} for path, what in sorted(restore.done.items())]
-        left = [{"path": path, "why": why} for path, why in sorted(restore.left.items())]
+        rows = [{"path": path, "status": what,
+                 "risk": risks(self.store, path, *restore.planned[path], self.agents)}
+                for path, what in sorted(restore.done.items())]
+        left = [{"path": path, "why": why, "conflict": path not in restore.never}
+                for path, why in sorted(restore.left.items())]
         return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
 
 
@@ -1192,7 +1229,8 @@ VERBS = {name: getattr(Request, name) for name in
 
 
 def usage(message: str) -> Failure:
-    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]", 2)
+    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]",
+                   code=2)
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
@@ -1219,7 +1257,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         answer, code = run(argv), 0
     except Failure as error:
-        answer, code = {"error": str(error), "hint": error.hint}, error.code
+        answer, code = {"error": str(error), "hint": error.hint, "kind": error.kind}, error.code
     print(json.dumps(answer), flush=True)
     return code
 

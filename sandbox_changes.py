@@ -1,0 +1,348 @@
+"""What the turns of a session change in its directory: snapshots outside of it, and their report.
+
+A turn is one run of an agent, one prompt or one command. Before and after it static/image/shadow.py
+takes a snapshot, in a container of its own from the session's image: it has no network and no
+right but to read the directory (to restore: to write there), and a store in a volume that the
+session never sees. Its program comes over stdin, so that it fits this version whatever the image.
+What it answers is data of a container: it passes Asked.answer().
+
+Imported only where a turn begins or its changes are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import sandbox
+from sandbox import CALL_SECONDS, LONG_SECONDS, Output, SandboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sandbox import Config, Engine, Session
+
+STORE_DIRECTORY, WORK_DIRECTORY = "/run/sandbox-store", "/run/sandbox-work"
+# As root: what an agent has made with sudo is read, too, and what is restored gets its owner back.
+READING, WRITING = ("DAC_OVERRIDE",), ("DAC_OVERRIDE", "CHOWN", "FOWNER", "FSETID")
+LIMITS = {"memory": "2g", "pids-limit": 64}
+ANSWER_BYTES = 32 << 20
+REQUEST_BYTES = 32 << 10  # with the program it must fit into a pipe
+LACKING_STATUS, TURNED_STATUS = 96, 97
+# Ends by itself where nobody is left to end it. The first process of a container ignores a signal
+# without a handler.
+PROGRAM = f"""import os, signal, sys, zlib
+signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
+signal.alarm({LONG_SECONDS})
+size = int(sys.stdin.buffer.readline())
+exec(compile(zlib.decompress(sys.stdin.buffer.read(size)), "shadow.py", "exec"))"""
+
+START = f"""
+for name in python3 git; do command -v $name >/dev/null || exit {LACKING_STATUS}; done
+program=$1 verb=$2
+shift 2
+[ $# = 0 ] || mounts_are "$@" || exit {TURNED_STATUS}
+exec python3 -I -S -c "$program" $verb {STORE_DIRECTORY} {WORK_DIRECTORY} -"""
+
+
+def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
+                writable: bool) -> list[str]:
+    """The engine call for a request; the program and the request follow on stdin."""
+    spec, _ = session.created()
+    source = spec["sources"][0] if spec.get("sources") else sandbox.resolved(spec["directory"])
+    bind = (source, WORK_DIRECTORY, "" if writable else "ro")
+    script = sandbox.asset("session/mounts.sh").decode() + START
+    return engine.closed_argv(
+        name, spec["image"],
+        ["sh", "-c", script, "sandbox", PROGRAM, verb, *sandbox.mounts_meant([bind])],
+        labels={"sandbox.shadow": session.store}, limits=LIMITS,
+        capabilities=WRITING if writable else READING, binds=[bind],
+        volumes=[f"{session.store}:{STORE_DIRECTORY}"])
+
+
+class Asked:
+    """A request to the shadow of a session, begun: the verbs are those of shadow.py."""
+
+    def __init__(self, engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+                 writable: bool = False) -> None:
+        """Raises SandboxError for a request that is too long."""
+        import zlib
+
+        self.engine, self.session = engine, session
+        self.name = f"{session.store}-{sandbox.random_id()}"
+        text = sandbox.to_json(request).encode()
+        if len(text) > REQUEST_BYTES:
+            raise SandboxError("these are too many paths", "name a directory that holds them")
+        program = zlib.compress(sandbox.asset("image/shadow.py"), 9)
+        self.output = Output(shadow_argv(engine, session, self.name, verb, writable), LONG_SECONDS,
+                             stdin=b"%d\n%s%s" % (len(program), program, text))
+
+    def answer(self) -> dict[str, Any]:
+        """What it says. Raises SandboxError with the reason where it could not be done."""
+        try:
+            status, out, err = self.output.result(ANSWER_BYTES)
+        except BaseException:
+            self.remove()
+            raise
+        try:
+            answer = sandbox.parse_json(out)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            self.remove()
+            raise self.failure(status, err)
+        if status or "error" in answer:
+            raise SandboxError(sandbox.one_line(str(answer.get("error")))[:1000],
+                               sandbox.one_line(str(answer.get("hint", "")))[:1000])
+        return answer
+
+    def failure(self, status: int, err: str) -> SandboxError:
+        """Why there is no answer."""
+        spec, _ = self.session.created()
+        if status == LACKING_STATUS:
+            return SandboxError(f"{spec['image']} has no python3 or no git: snapshots need both",
+                                "sandbox build, then sandbox recreate; or --no-checkpoint")
+        if status == TURNED_STATUS:
+            return SandboxError(f"{spec['directory']} is gone or leads to another place by now",
+                                f"sandbox recreate {self.session.name}")
+        if self.engine.diagnose(err) == "image":
+            return SandboxError(f"{self.engine.name} has no image {spec['image']}",
+                                f"build it again, or sandbox recreate {self.session.name}")
+        if err.strip():
+            return self.engine.failure(err)
+        return SandboxError(f"what takes snapshots has ended with status {status}",
+                            "has it less than 2 GB of memory, or was it ended?")
+
+    def end(self) -> None:
+        """Nobody wants the answer any more."""
+        self.output.end(9)
+        Output.close(self.output.out, self.output.err)
+        self.remove()
+
+    def remove(self) -> None:
+        """The end of the engine's client does not end its container."""
+        Output(self.engine.argv("remove", self.name), CALL_SECONDS).result()
+
+
+def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+               writable: bool = False) -> dict[str, Any]:
+    """The answer to a request: see Asked. Raises SandboxError."""
+    return Asked(engine, session, verb, request, writable).answer()
+
+
+# --- Turns ---
+
+UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+SHOWN_RISKS = 20
+# Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
+# that it begins.
+WAIT = """n=0
+until grep -qx "$1" /run/sandbox-began || [ $n = 10 ]; do n=$((n+1)); sleep 1; done
+sleep 1
+pid=$(grep -ls "SANDBOX_EXEC=$1" /proc/[0-9]*/environ | cut -d/ -f3 | sort -n | head -n 1)
+while [ "$pid" ] && kill -0 "$pid" 2>/dev/null; do sleep 1; done"""
+
+
+def bounds(config: Config) -> dict[str, Any]:
+    """What each request carries: the bounds of the store, and whose files agents obey."""
+    found: dict[str, Any] = {"agents": [*sandbox.AGENTS]}
+    for layer in config.layers:
+        if isinstance(given := layer.values.get("checkpoint"), dict):
+            found |= given
+    if size := found.get("maxBytes"):
+        digits = size.rstrip("bkmg")
+        found["maxBytes"] = int(digits) * UNITS[size[len(digits)]] if digits != size else int(size)
+    return found
+
+
+class Turn:
+    """A turn of a session, from the snapshot before to the one after; where nobody takes that, the
+    next snapshot is its end.
+
+    It is a context of what runs in it: then a process of its own watches over it, which takes the
+    last snapshot where we cannot, because we have left it or were killed.
+    """
+
+    def __init__(self, engine: Engine, session: Session, about: Mapping[str, Any],
+                 bounds: Mapping[str, Any], must: bool) -> None:
+        """`about` has id, what and command; without `must` it goes on where there is no snapshot.
+        """
+        self.engine, self.session, self.must = engine, session, must
+        self.about, self.bounds = dict(about), dict(bounds)
+        self.asked: Asked | None = None
+        self.watched = self.watcher = -1
+        self.lasts = False  # what runs in it goes on without us
+        self.changes: dict[str, Any] | None = None  # see summary()
+
+    @property
+    def id(self) -> str:
+        return str(self.about["id"])
+
+    def start(self) -> None:
+        """Ask for the first snapshot."""
+        about = {**self.about, "when": sandbox.iso_seconds(time.time())}
+        self.asked = Asked(self.engine, self.session, "snapshot", {**self.bounds, "turn": about})
+
+    def begin(self) -> None:
+        """Have the first snapshot. Raises SandboxError."""
+        try:
+            if not self.asked:
+                self.start()
+            assert self.asked
+            self.asked.answer()
+        except SandboxError as error:
+            if self.must:
+                raise SandboxError(f"nothing was started, for no snapshot could be taken: "
+                                   f"{error.message}",
+                                   f"{error.hint or 'mend that'}; or run with --no-checkpoint",
+                                   125) from None
+            sandbox.say(f"no snapshot could be taken, so there will be no undo: {error.message}")
+
+    def drop(self) -> None:
+        """It will not begin after all."""
+        if self.asked:
+            self.asked.end()
+
+    def end(self) -> None:
+        """Take the last snapshot. Raises SandboxError."""
+        sandbox.follow_rename(self.engine, self.session)
+        known = sandbox.recall([self.engine], self.session.name)
+        if known and known[1].store == self.session.store:  # else it was removed meanwhile
+            ended = sandbox.iso_seconds(time.time())
+            request = {**self.bounds, "end": self.about["id"], "ended": ended}
+            answer = ask_shadow(self.engine, self.session, "snapshot", request)
+            self.changes = summary(answer.get("turn"))
+
+    def __enter__(self) -> Turn:
+        if not self.asked:
+            self.start()
+        watched, self.watched = os.pipe()
+        os.set_inheritable(self.watched, False)
+        self.watcher = self.watch(watched)
+        os.close(watched)
+        try:
+            self.begin()
+        except BaseException:
+            self.release(b"never begun")
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: object, _: object) -> None:
+        if self.lasts or isinstance(error, sandbox.Left):
+            self.release(b"")
+            return
+        try:
+            self.end()
+        except SandboxError as failure:
+            sandbox.say(f"no snapshot could be taken after it: {failure.message}")
+        finally:
+            self.release(b"ended")
+
+    def release(self, word: bytes) -> None:
+        """Tell who watches that there is nothing to do, or with b"" that it has to."""
+        sandbox.wait_for(self.watcher)  # the one that watches is its child
+        with suppress(OSError):
+            os.write(self.watched, word)
+        os.close(self.watched)
+
+    def report(self) -> bool:
+        """Say what this machine may execute or obey now; whether it is known to be nothing."""
+        for line in risk_lines(self.session.name, self.changes) if self.changes else ():
+            sandbox.say(line)
+        return self.changes is not None and not self.changes["risky"]
+
+    def watch(self, stdin: int) -> int:
+        """Start what takes the last snapshot when stdin ends and brings nothing, and what runs has
+        ended; the pid of its parent, which ends at once.
+        """
+        with open(os.devnull, "r+b", 0) as null:
+            return sandbox.spawn(turn_argv("watch"), fds={0: stdin, 1: null.fileno(),
+                                                          2: null.fileno()},
+                                 env=os.environ | self.environ(), own_group=True)
+
+    def environ(self) -> dict[str, str]:
+        """For turn_argv(), and static/session/job.py: in an argv others would see a prompt."""
+        session = self.session
+        return {"SANDBOX_TURN_ARGV": repr(turn_argv()), "SANDBOX_TURN": sandbox.to_json({
+            "runtime": self.engine.name, "session": [session.name, session.labels, session.id],
+            "about": self.about, "bounds": self.bounds, "must": self.must})}
+
+
+def turn_argv(*verb: str) -> list[str]:
+    """The call of this program, wherever it is installed, for carry_out()."""
+    here = os.path.dirname(os.path.abspath(sandbox.__file__))
+    source = ("import sys; sys.path[:0] = sys.argv[1:2]; import sandbox, sandbox_changes; "
+              "sandbox.leave(sandbox_changes.carry_out())")
+    return [sys.executable, "-I", "-S", "-c", source, here, *verb]
+
+
+def carry_out() -> int:
+    """Begin, end or watch the turn of our environment; the end is printed as JSON."""
+    given = sandbox.parse_json(os.environ.pop("SANDBOX_TURN"))
+    name, labels, id = given["session"]
+    turn = Turn(sandbox.ENGINES[given["runtime"]](), sandbox.Session(name, "", labels, id),
+                given["about"], given["bounds"], given["must"])
+    try:
+        if sys.argv[2] == "begin":
+            turn.begin()
+        elif sys.argv[2] == "end":
+            turn.end()
+            print(sandbox.to_json(turn.changes))
+        elif not os.fork():
+            watch_over(turn)
+    except SandboxError as error:
+        sandbox.report(error)
+        return error.code
+    return 0
+
+
+def watch_over(turn: Turn) -> None:
+    os.setsid()
+    os.chdir("/")
+    if os.read(0, 1):
+        return
+    command = ["sh", "-c", WAIT, "sandbox", turn.id]
+    sandbox.call(turn.engine.exec_argv(turn.session.id, command, user=turn.session.user))
+    turn.end()
+
+
+# --- What a turn has changed ---
+
+
+def summary(event: Any) -> dict[str, Any] | None:
+    """What is told of an ended turn: its id as `turn`, the counts files, added, deleted and risky,
+    and `risks`, the first ones, each a path and reasons. None for what is no such thing.
+    """
+    try:
+        return {"turn": str(event["id"])[:100],
+                **{key: int(event[key]) for key in ("files", "added", "deleted", "risky")},
+                "risks": [{"path": sandbox.one_line(str(risk["path"]))[:1000],
+                           "risk": [sandbox.one_line(str(why))[:200] for why in risk["risk"]][:9]}
+                          for risk in event["risks"]][:50]}
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def risk_lines(name: str, changes: Mapping[str, Any]) -> list[str]:
+    """A line for each changed path that this machine may execute or obey, as far as they are told.
+    """
+    lines = [f"{name} has changed {risk['path']}: {'; '.join(risk['risk'])}"
+             for risk in changes["risks"][:SHOWN_RISKS]]
+    more = changes["risky"] - len(lines)
+    return [*lines, *([f"and {more} more: sandbox diff {name} {changes['turn']}"] * (more > 0))]
+
+
+def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
+    """Give each turn `beside`, the ids of those that ran at the same time: it has their changes,
+    too.
+    """
+    def began_within(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        return str(other.get("when")) <= str(one.get("when")) < str(other.get("ended") or "")
+
+    spans = [turn for turn in turns if turn.get("kind") == "turn"]
+    for turn in spans:
+        turn["beside"] = [other["id"] for other in spans if other is not turn and (
+            began_within(turn, other) or began_within(other, turn))]
