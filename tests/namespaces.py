@@ -97,7 +97,7 @@ class Namespaces(Engine):
         return self.argv("try", network, json.dumps([*map(place_of, volumes)]), *command)
 
     def closed_argv(self, name: str, image: str, command: Sequence[str], *,
-                    volumes: Sequence[str], **_: Any) -> list[str]:
+                    volumes: Sequence[str] = (), **_: Any) -> list[str]:
         return self.try_argv(image, command, "none", volumes)
 
 
