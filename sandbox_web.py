@@ -26,7 +26,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
     sessions: Session find_session list_sessions create_session recreation check_recreation
         recreate_session start_session stop_session remove_session users_of recall has_ended
         forget_files generated_name spec_of check_spec check_mounts differences git_of
-        check_removed check_stopped KILLED
+        check_removed check_stopped KILLED rename_session duplicate_home settings_beside
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
         wanted_turn
@@ -1109,22 +1109,27 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     name = config.get("containerName") or sandbox.generated_name(directory)
     engines = sandbox.candidates(config)
     with CREATION_LOCK:  # of two clients that want one name the second gets the message
-        try:
-            taken = sandbox.find_session(engines, name)[1]
-        except sandbox.NotASession as error:
-            raise WebError("conflict", error.message, "choose another name") from None
-        if taken:
-            raise WebError("conflict", f"there is a session {name} already", "choose another name")
+        check_free(engines, name)
         return create(app, engines, name, config, flags, settings)
 
 
 CREATION_LOCK = threading.Lock()
 
 
+def check_free(engines: Sequence[Engine], name: str) -> None:
+    """Raise WebError where a container has a name."""
+    try:
+        taken = sandbox.find_session(engines, name)[1]
+    except sandbox.NotASession as error:
+        raise WebError("conflict", error.message, "choose another name") from None
+    if taken:
+        raise WebError("conflict", f"there is a session {name} already", "choose another name")
+
+
 def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags: Layer,
-           settings: dict[str, Any]) -> Answer:
-    """Create the container and its settings."""
-    spec = sandbox.spec_of(config)
+           settings: dict[str, Any], source: Session | None = None) -> Answer:
+    """Create the container and its settings; of a duplicate the home is copied."""
+    spec, home = sandbox.spec_of(config), ""
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
@@ -1132,7 +1137,10 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     sandbox.write_settings(name, settings)
     try:
         with sandbox.lock_homes():
-            engine, session = sandbox.create_session(engines, name, config, flags, spec)
+            if source:
+                home = sandbox.duplicate_home(engines[0], source, config, spec)
+            engine, session = sandbox.create_session(engines, name, config, flags, spec, home,
+                                                     source)
     except BaseException:
         sandbox.forget_files(name)
         raise
@@ -1162,6 +1170,41 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     finally:
         app.sessions.expire()
     return finish_start(app, engine, session)
+
+
+def new_name(request: Request) -> str:
+    """The name that a request asks for, '' for none. Raises WebError."""
+    name = str(fields(request.json(), name=str).get("name", ""))
+    try:
+        return sandbox.a_name(name) if name else ""
+    except ValueError as error:
+        raise WebError("bad_request", f"name: {error}") from None
+
+
+def post_rename(app: App, request: Request, params: Params) -> Answer:
+    """Give a session another name; what runs in it goes on, and pages stay on its terminals."""
+    engine, session = find(params["session"])
+    name, terminals = new_name(request), app.terminals.of(session.name)
+    if not name:
+        raise WebError("bad_request", "the name is missing")
+    check_free([engine], name)
+    sandbox.rename_session(engine, session, name)
+    for terminal in terminals.values():
+        terminal.session.name = name
+    app.sessions.expire()
+    return json_answer(session_data(find(name)[1], engine))
+
+
+def post_duplicate(app: App, request: Request, params: Params) -> Answer:
+    """Create a session like another one, with a copy of its home; ports are its own."""
+    engine, source = find(params["session"])
+    flags = Layer({"ports": []}, "request")
+    config, kept, _ = sandbox.recreation(source, flags)
+    name = new_name(request) or sandbox.generated_name(config.get("hostPath"))
+    with CREATION_LOCK:
+        check_free([engine], name)
+        return create(app, [engine], name, config, kept, sandbox.settings_beside(source, flags),
+                      source)
 
 
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
@@ -3011,6 +3054,8 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", SESSION + "/start", post_start),
     ("POST", SESSION + "/stop", post_stop),
     ("POST", SESSION + "/recreate", post_recreate),
+    ("POST", SESSION + "/rename", post_rename),
+    ("POST", SESSION + "/duplicate", post_duplicate),
     ("GET", SESSION + "/settings", get_settings),
     ("PUT", SESSION + "/settings", put_settings),
     ("GET", SESSION + "/network", get_network),

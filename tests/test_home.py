@@ -568,6 +568,35 @@ def test_the_web_service_creates_a_session_anew_with_its_home(service: Service, 
     assert kept not in homes(service.engine)
 
 
+@docker_only
+def test_the_web_service_renames_and_duplicates(service: Service, name: str) -> None:
+    path, other, more = f"/api/sessions/{name}", f"{name}-other", f"{name}-more"
+    service.create(name, env={"SET": "here"})
+    assert service.ended(service.job(name, "echo kept >~/file"))["exit"] == 0
+    with service.terminal(name) as screen:
+        screen.type("echo al''ive\n")
+        screen.expect("alive")
+        for wrong, status in (({}, 400), ({"name": "-"}, 400), ({"name": name}, 409)):
+            assert service.post(f"{path}/rename", wrong).status == status
+        renamed = service.post(f"{path}/rename", {"name": other})
+        assert (renamed.status, renamed.json["name"]) == (200, other)
+        screen.type("echo still al''ive\n")
+        screen.expect("still alive")
+        assert [row["session"] for row in
+                service.get(f"/api/sessions/{other}/terminals").json] == [other]
+    path = f"/api/sessions/{other}"
+    assert service.post(f"{path}/duplicate", {"name": other}).status == 409
+    made = service.post(f"{path}/duplicate", {"name": more})
+    assert (made.status, made.json["name"]) == (201, more), made.body
+    job = service.ended(service.job(more, "cat ~/file; echo $SET"))
+    output = service.get(f"/api/sessions/{more}/jobs/{job['id']}/output?stream=stdout").body
+    assert output == b"kept\nhere\n"
+    assert home_of(service.engine, more) != home_of(service.engine, other)
+    unnamed = service.post(f"{path}/duplicate", {})
+    assert unnamed.status == 201 and unnamed.json["name"] not in (other, more)
+    service.request("DELETE", f"/api/sessions/{unnamed.json['name']}")
+
+
 # --- Decisions ---
 
 
