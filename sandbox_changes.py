@@ -699,8 +699,8 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
 
 
 def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str, Any]:
-    """Bring what was done in the copy of a session into its directory: the answer of the shadow's
-    merge, and "commits" with their number, the branch and a "problem". Raises SandboxError.
+    """Bring what was done in the copy of a session into its directory: what a shadow answers to
+    merge, and "commits" with their "count", the "branch" and a "problem". Raises SandboxError.
     """
     if not session.copy:
         raise SandboxError(f"{session.name} works on the directory itself: nothing is to merge",
@@ -712,9 +712,11 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     ask_shadow(engine, session, "snapshot", about)
     answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
                         not dry, origin=True)
-    left = [row for row in rows_of(answer, "left", {"path": str, "why": str})
+    changed = rows_of(answer, "changed", {"path": str, "status": str, "risk": list})
+    left = [row for row in rows_of(answer, "left", {"path": str, "why": str, "conflict": bool})
             if row["path"] != ".git"]  # of it only commits can come, which are counted
-    return {**answer, "left": left, "commits": bring_commits(engine, session, dry)}
+    return {"dry": dry, "changed": changed, "left": left,
+            "commits": bring_commits(engine, session, dry)}
 
 
 def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]:
@@ -765,10 +767,11 @@ def unmerged(engine: Engine, session: Session) -> str:
         answer = merge_copy(engine, session, dry=True)
     except SandboxError as error:
         return f"it is not known how much, for {error.message}"
-    paths = len(answer["changed"]) + sum(bool(row.get("conflict")) for row in answer["left"])
-    commits = answer["commits"]["count"]
-    return " and ".join(counted(number, what) for number, what in
-                        ((paths, "file"), (commits, "commit")) if number)
+    paths = len(answer["changed"]) + sum(row["conflict"] for row in answer["left"])
+    commits, problem = answer["commits"]["count"], answer["commits"]["problem"]
+    return " and ".join([*(counted(number, what) for number, what in
+                           ((paths, "file"), (commits, "commit")) if number),
+                         *([problem] if problem and not commits else [])])
 
 
 def counted(number: int, what: str) -> str:
@@ -781,7 +784,7 @@ def cmd_merge(args: argparse.Namespace) -> int:
         say(f"{session.name} runs: what it writes from now on comes with the next merge")
     answer = merge_copy(engine, session, args.dry_run)
     status, commits = tell(answer, args.dry_run), answer["commits"]
-    for line, _ in warnings(rows_of(answer, "changed", {"path": str, "risk": list})):
+    for line, _ in warnings(answer["changed"]):
         say(line)
     if commits["problem"]:
         say(f"its commits did not come: {commits['problem']}")
