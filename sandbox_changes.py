@@ -145,6 +145,7 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
+SILENT_SECONDS = 3  # after which a person is told what is waited for
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
 # that it begins.
 WAIT = """n=0
@@ -196,10 +197,15 @@ class Turn:
 
     def begin(self) -> None:
         """Have the first snapshot. Raises SandboxError."""
+        import select
+
         try:
             if not self.asked:
                 self.start()
             assert self.asked
+            if not select.select([self.asked.output.out], [], [], SILENT_SECONDS)[0]:
+                spec, _ = self.session.created()
+                sandbox.say(f"taking a snapshot of {spec['directory']}")
             self.asked.answer()
         except SandboxError as error:
             if self.must:
@@ -242,12 +248,14 @@ class Turn:
         if self.lasts or isinstance(error, sandbox.Left):
             self.release(b"")
             return
+        word = b""
         try:
             self.end()
+            word = b"ended"
         except SandboxError as failure:
             sandbox.say(f"no snapshot could be taken after it: {failure.message}")
         finally:
-            self.release(b"ended")
+            self.release(word)
 
     def release(self, word: bytes) -> None:
         """Tell who watches that there is nothing to do, or with b"" that it has to."""
