@@ -206,7 +206,9 @@ class Turn:
             if not self.asked:
                 self.start()
             assert self.asked
-            if not select.select([self.asked.output.out], [], [], SILENT_SECONDS)[0]:
+            answers = select.poll()
+            answers.register(self.asked.output.out, select.POLLIN)
+            if not answers.poll(SILENT_SECONDS * 1000):
                 spec, _ = self.session.created()
                 sandbox.say(f"taking a snapshot of {spec['directory']}")
             self.asked.answer()
@@ -230,8 +232,12 @@ class Turn:
         if known and known[1].store == self.session.store:  # else it was removed meanwhile
             ended = sandbox.iso_seconds(time.time())
             request = {**self.bounds, "end": self.about["id"], "ended": ended}
-            answer = ask_shadow(self.engine, self.session, "snapshot", request)
-            self.changes = summary(answer.get("turn"))
+            try:
+                answer = ask_shadow(self.engine, self.session, "snapshot", request)
+                self.changes = summary(answer.get("turn"))
+            except Refused:
+                if self.must:  # else there may have been no beginning
+                    raise
 
     def __enter__(self) -> Turn:
         if not self.asked:
