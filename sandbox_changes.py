@@ -152,6 +152,7 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
+SILENT_SECONDS = 3  # after which a person is told what is waited for
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
 # that it begins.
 WAIT = """n=0
@@ -203,10 +204,17 @@ class Turn:
 
     def begin(self) -> None:
         """Have the first snapshot. Raises SandboxError."""
+        import select
+
         try:
             if not self.asked:
                 self.start()
             assert self.asked
+            answers = select.poll()
+            answers.register(self.asked.output.out, select.POLLIN)
+            if not answers.poll(SILENT_SECONDS * 1000):
+                spec, _ = self.session.created()
+                sandbox.say(f"taking a snapshot of {spec['directory']}")
             self.asked.answer()
         except SandboxError as error:
             if self.must:
@@ -228,8 +236,12 @@ class Turn:
         if known and known[1].store == self.session.store:  # else it was removed meanwhile
             ended = sandbox.iso_seconds(time.time())
             request = {**self.bounds, "end": self.about["id"], "ended": ended}
-            answer = ask_shadow(self.engine, self.session, "snapshot", request)
-            self.changes = summary(answer.get("turn"))
+            try:
+                answer = ask_shadow(self.engine, self.session, "snapshot", request)
+                self.changes = summary(answer.get("turn"))
+            except Refused:
+                if self.must:  # else there may have been no beginning
+                    raise
 
     def __enter__(self) -> Turn:
         if not self.asked:
@@ -249,12 +261,14 @@ class Turn:
         if self.lasts or isinstance(error, sandbox.Left):
             self.release(b"")
             return
+        word = b""
         try:
             self.end()
+            word = b"ended"
         except SandboxError as failure:
             sandbox.say(f"no snapshot could be taken after it: {failure.message}")
         finally:
-            self.release(b"ended")
+            self.release(word)
 
     def release(self, word: bytes) -> None:
         """Tell who watches that there is nothing to do, or with b"" that it has to."""
