@@ -392,7 +392,7 @@ def visible(c: str) -> str:
 def shown_line(text: str, code: str = "", colour: bool = False) -> str:
     """A line as a terminal may get it: what it would obey is visible, in colour also reversed."""
     text, more = text[:LINE_CHARS], len(text) - LINE_CHARS
-    if not text.isprintable():
+    if not text.replace("\t", "").isprintable():
         form = "\x1b[7m{}\x1b[27m" if colour else "{}"
         text = "".join(c if c.isprintable() or c == "\t" else form.format(visible(c))
                        for c in text)
