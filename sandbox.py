@@ -1537,11 +1537,12 @@ class Engine:
         """Runs a command as root, with our stdin, in a new container that reaches nothing but what
         is mounted, and removes that.
         """
-        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", "0:0",
-                "--workdir", "/", "--network", "none", "--read-only", "--log-driver", "none",
-                "--security-opt", "no-new-privileges", "--cap-drop", "ALL",
-                *(f"--cap-add={capability}" for capability in capabilities), *self.create_flags,
-                *(f"--{limit}={value}" for limit, value in limits.items()),
+        # With --sig-proxy the end of the client would wait for that of the container.
+        argv = [self.name, "run", "--rm", "-i", "--sig-proxy=false", "--pull", "never",
+                "--name", name, "--user", "0:0", "--workdir", "/", "--network", "none",
+                "--read-only", "--log-driver", "none", "--security-opt", "no-new-privileges",
+                "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
+                *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
                 *each("--label", map("=".join, labels.items()))]
         for bind in binds:
             argv += self.bind_argv(*bind)
