@@ -474,9 +474,9 @@ def stat_lines(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
     """The turn that a word means: an id, the beginning of one, -1 for the last; None for a path."""
-    number = word[1:] if word[:1] == "-" else ""
-    if number.isdecimal() and 0 < int(number[:9]) <= len(turns):
-        return turns[-int(number)]
+    number, real = word[1:] if word[:1] == "-" else "", [t for t in turns if t["kind"] == "turn"]
+    if number.isdecimal() and 0 < int(number[:9]) <= len(real):
+        return real[-int(number)]
     found = [turn for turn in turns if turn["id"].startswith(word)] if word else []
     found = [turn for turn in found if turn["id"] == word] or found
     if len(found) > 1 or found and exists and found[0]["id"] != word:
@@ -484,7 +484,7 @@ def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
         raise SandboxError(f"{word} may be {names}{' or a path' if exists else ''}",
                            f"write more of the id{f', or ./{word}' if exists else ''}", 2)
     if number.isdecimal():
-        raise SandboxError(f"there is no turn {word}: {len(turns)} are kept")
+        raise SandboxError(f"there is no turn {word}: {len(real)} are kept")
     return found[0] if found else None
 
 

@@ -187,11 +187,13 @@ def test_warnings_leave_room_for_the_rest(workspace: Workspace) -> None:
     assert lines[LISTED + 1] == "diff --git a/.vscode/000 b/.vscode/000"
 
 
-TURNS = [{"id": "3f2a9c01d4"}, {"id": "3f77777777"}, {"id": "01989f5c1a2-3f2a9c01d4"}]
+TURNS = [{"id": "3f2a9c01d4", "kind": "turn"}, {"id": "3f77777777", "kind": "turn"},
+         {"id": "undo-3", "kind": "undo"}, {"id": "01989f5c1a2-3f2a9c01d4", "kind": "turn"}]
 
 
-@pytest.mark.parametrize("word, at", [("3f2a9c01d4", 0), ("3f2", 0), ("3f7", 1), ("-1", 2),
-                                      ("-3", 0), ("0198", 2), ("src", None), ("", None)])
+@pytest.mark.parametrize("word, at", [("3f2a9c01d4", 0), ("3f2", 0), ("3f7", 1), ("-1", 3),
+                                      ("-3", 0), ("0198", 3), ("undo-3", 2), ("src", None),
+                                      ("", None)])
 def test_a_word_is_a_turn_where_it_names_one(word: str, at: int | None) -> None:
     assert pick_turn(TURNS, word, False) == (None if at is None else TURNS[at])
 
