@@ -393,7 +393,7 @@ def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     wait_for(lambda: (review.top / "second").exists())
     turn = review.log()[0]
     assert turn["state"] == "running"
-    # NOW     assert {*review.rows(turn["id"])} == {"second"}
+    assert {*review.rows(turn["id"])} == {"second"}
     for words in ([], [turn["id"]], ["-2"], ["second"]):
         review.call("undo", *words, fails=1)
         assert f"nothing was undone, for {turn['id']} still runs" in review.said
@@ -409,6 +409,9 @@ def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     (review.top / "done").touch()
     wait_for(lambda: review.log()[1]["after"])
     assert {*review.state()} == {b".", b"first", b"third"}
+    assert {*review.rows(turn["id"])} == {"third"}
+    assert review.call("undo") == "deleted   third\n"
+    assert {*review.state()} == {b".", b"first"}
 
 
 def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
