@@ -522,7 +522,7 @@ def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str,
               word: str | None, writable: bool = False) -> dict[str, Any]:
     """The answer; `word` stood where a turn may stand."""
     try:
-        return ask_shadow(engine, session, verb, request, writable)
+        return ask_shadow(engine, session, verb, request, writable, request["tree"] != "main")
     except Refused as error:
         if word and error.kind == "missing":
             error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
@@ -573,8 +573,9 @@ def cmd_log(args: argparse.Namespace) -> int:
 def cmd_diff(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "diff")
     turn, paths = asked_for(args, session, turns_of(engine, session) if args.turn else [])
-    request = {"turn": turn["id"] if turn else "", "paths": paths, "now": True,
-               "agents": list(sandbox.AGENTS), "patch": not (args.stat or args.json)}
+    request = {"turn": turn["id"] if turn else "", "tree": turn["tree"] if turn else "main",
+               "paths": paths, "now": True, "agents": list(sandbox.AGENTS),
+               "patch": not (args.stat or args.json)}
     answer = ask_about(engine, session, "diff", request, None if turn else args.turn)
     rows, more = rows_of(answer, "files", FILE), answer.get("more")
     if args.json:
@@ -589,10 +590,9 @@ def cmd_diff(args: argparse.Namespace) -> int:
 
 def cmd_undo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "undo")
-    turns = [turn for turn in turns_of(engine, session)
-             if turn["kind"] in ("turn", "merge") and turn["tree"] == "main"]
+    turns = [turn for turn in turns_of(engine, session) if turn["kind"] in ("turn", "merge")]
     turn, paths = asked_for(args, session, turns)
-    left = [one for one in turns if not one["undone"]]
+    left = [one for one in turns if one["kind"] == "turn" and not one["undone"]]
     if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
     first = turn or left[-1]
@@ -603,8 +603,8 @@ def cmd_undo(args: argparse.Namespace) -> int:
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
     request = bounds(sandbox.session_config(session)) | {
-        "turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
-        "when": sandbox.iso_seconds(time.time())}
+        "turn": first["id"], "tree": first["tree"], "only": not turn, "paths": paths,
+        "dry": args.dry_run, "when": sandbox.iso_seconds(time.time())}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
                        writable=not args.dry_run)
     say(f"turn {first['id']}{' and all since' if turn else ''}: {what_of(first)}")
@@ -617,8 +617,11 @@ def cmd_undo(args: argparse.Namespace) -> int:
 
 def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
-    request = bounds(sandbox.session_config(session)) | {"when": sandbox.iso_seconds(time.time())}
-    return tell(ask_shadow(engine, session, "redo", request, writable=True))
+    undos = [turn for turn in turns_of(engine, session)
+             if turn["kind"] == "undo" and not turn.get("redone")]
+    request = bounds(sandbox.session_config(session)) | {
+        "tree": undos[-1]["tree"] if undos else "main", "when": sandbox.iso_seconds(time.time())}
+    return tell(ask_about(engine, session, "redo", request, None, writable=True))
 
 
 def tell(answer: Mapping[str, Any], dry: bool = False) -> int:

@@ -414,6 +414,30 @@ def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     assert {*review.state()} == {b".", b"first"}
 
 
+def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, project: Path,
+                                                  name: str, image: str) -> None:
+    write_config(home, imageName=image.partition(":")[0], network="none")
+    review = Review(engine, name, project)
+    review.write({"both": "1\n2\n3\n4\n5\n"})
+    made = engine.sandbox("run", "-n", name, "--copy", "-x", "true")
+    assert not made.returncode, made
+    turn = review.turn("sed -i s/1/agent/ both; echo new >new")
+    assert {*review.state()} == {b".", b"both"} and {*review.rows(turn)} == {"both", "new"}
+    review.call("merge")
+    merged = review.state()
+    (merge,) = [row["id"] for row in review.log() if row["kind"] == "merge"]
+    assert {*review.rows(merge)} == {"both", "new"}
+    review.write({"both": "agent\n2\n3\n4\nperson\n"})
+    review.call("undo", merge)
+    assert (project / "both").read_text() == "1\n2\n3\n4\nperson\n"
+    assert {*review.state()} == {b".", b"both"}
+    review.call("redo")
+    assert (project / "both").read_text() == "agent\n2\n3\n4\nperson\n"
+    assert {*review.state()} == {*merged}
+    assert review.call("undo").splitlines() == ["modified  both", "deleted   new"]
+    assert {*review.state()} == {*merged}, "of the copy"
+
+
 def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
     review.turn("echo 1 >first")
     before = review.state()
