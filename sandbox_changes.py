@@ -638,6 +638,8 @@ def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
     if not (changed or left):
         say("there was nothing to change")
     return 1 if any(row.get("conflict", True) for row in left) else 0
+
+
 # --- Copies ---
 # A session of its own copy has it in a volume. Nothing of the copy is mounted together with what
 # is the person's, but for the commits: see static/session/commits.sh.
