@@ -410,7 +410,7 @@ def visible(c: str) -> str:
 def shown_line(text: str, code: str = "", colour: bool = False) -> str:
     """A line as a terminal may get it: what it would obey is visible, in colour also reversed."""
     text, more = text[:LINE_CHARS], len(text) - LINE_CHARS
-    if not text.isprintable():
+    if not text.replace("\t", "").isprintable():
         form = "\x1b[7m{}\x1b[27m" if colour else "{}"
         text = "".join(c if c.isprintable() or c == "\t" else form.format(visible(c))
                        for c in text)
@@ -492,9 +492,9 @@ def stat_lines(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
     """The turn that a word means: an id, the beginning of one, -1 for the last; None for a path."""
-    number = word[1:] if word[:1] == "-" else ""
-    if number.isdecimal() and 0 < int(number[:9]) <= len(turns):
-        return turns[-int(number)]
+    number, real = word[1:] if word[:1] == "-" else "", [t for t in turns if t["kind"] == "turn"]
+    if number.isdecimal() and 0 < int(number[:9]) <= len(real):
+        return real[-int(number)]
     found = [turn for turn in turns if turn["id"].startswith(word)] if word else []
     found = [turn for turn in found if turn["id"] == word] or found
     if len(found) > 1 or found and exists and found[0]["id"] != word:
@@ -502,7 +502,7 @@ def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
         raise SandboxError(f"{word} may be {names}{' or a path' if exists else ''}",
                            f"write more of the id{f', or ./{word}' if exists else ''}", 2)
     if number.isdecimal():
-        raise SandboxError(f"there is no turn {word}: {len(turns)} are kept")
+        raise SandboxError(f"there is no turn {word}: {len(real)} are kept")
     return found[0] if found else None
 
 
@@ -536,7 +536,7 @@ def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str,
               word: str | None, writable: bool = False) -> dict[str, Any]:
     """The answer; `word` stood where a turn may stand."""
     try:
-        return ask_shadow(engine, session, verb, request, writable)
+        return ask_shadow(engine, session, verb, request, writable, request["tree"] != "main")
     except Refused as error:
         if word and error.kind == "missing":
             error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
@@ -587,8 +587,9 @@ def cmd_log(args: argparse.Namespace) -> int:
 def cmd_diff(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "diff")
     turn, paths = asked_for(args, session, turns_of(engine, session) if args.turn else [])
-    request = {"turn": turn["id"] if turn else "", "paths": paths, "now": True,
-               "agents": list(sandbox.AGENTS), "patch": not (args.stat or args.json)}
+    request = {"turn": turn["id"] if turn else "", "tree": turn["tree"] if turn else "main",
+               "paths": paths, "now": True, "agents": list(sandbox.AGENTS),
+               "patch": not (args.stat or args.json)}
     answer = ask_about(engine, session, "diff", request, None if turn else args.turn)
     rows, more = rows_of(answer, "files", FILE), answer.get("more")
     if args.json:
@@ -603,10 +604,9 @@ def cmd_diff(args: argparse.Namespace) -> int:
 
 def cmd_undo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "undo")
-    turns = [turn for turn in turns_of(engine, session)
-             if turn["kind"] in ("turn", "merge") and turn["tree"] == "main"]
+    turns = [turn for turn in turns_of(engine, session) if turn["kind"] in ("turn", "merge")]
     turn, paths = asked_for(args, session, turns)
-    left = [one for one in turns if not one["undone"]]
+    left = [one for one in turns if one["kind"] == "turn" and not one["undone"]]
     if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
     first = turn or left[-1]
@@ -617,8 +617,8 @@ def cmd_undo(args: argparse.Namespace) -> int:
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
     request = bounds(sandbox.session_config(session)) | {
-        "turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
-        "when": sandbox.iso_seconds(time.time())}
+        "turn": first["id"], "tree": first["tree"], "only": not turn, "paths": paths,
+        "dry": args.dry_run, "when": sandbox.iso_seconds(time.time())}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
                        writable=not args.dry_run)
     say(f"turn {first['id']}{' and all since' if turn else ''}: {what_of(first)}")
@@ -631,8 +631,11 @@ def cmd_undo(args: argparse.Namespace) -> int:
 
 def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
-    request = bounds(sandbox.session_config(session)) | {"when": sandbox.iso_seconds(time.time())}
-    return tell(ask_shadow(engine, session, "redo", request, writable=True))
+    undos = [turn for turn in turns_of(engine, session)
+             if turn["kind"] == "undo" and not turn.get("redone")]
+    request = bounds(sandbox.session_config(session)) | {
+        "tree": undos[-1]["tree"] if undos else "main", "when": sandbox.iso_seconds(time.time())}
+    return tell(ask_about(engine, session, "redo", request, None, writable=True))
 
 
 def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
@@ -649,6 +652,8 @@ def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
     if not (changed or left):
         say("there was nothing to change")
     return 1 if any(row.get("conflict", True) for row in left) else 0
+
+
 # --- Copies ---
 # A session of its own copy has it in a volume. Nothing of the copy is mounted together with what
 # is the person's, but for the commits: see static/session/commits.sh.
