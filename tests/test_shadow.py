@@ -518,6 +518,31 @@ def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
         assert ("subprocess.Popen" in text) == opened
 
 
+@pytest.mark.parametrize("shared", [0, 500])
+def test_two_processes_see_what_one_sees(workspace: Workspace, shared: int) -> None:
+    """A second one compares half of a large tree with what was seen last."""
+    workspace.program.write_text(PROGRAM.read_text().replace("SHARED = 500", f"SHARED = {shared}"))
+    armed(workspace)
+    workspace.write({f"d{at % 40}/e{at % 7}/{at}": f"{at}\n" for at in range(900)})
+    workspace.write({".gitignore": "build\n", "d1/build/x": "x"})
+    chance = random.Random(7)
+    for _ in range(4):
+        before = workspace.state()
+        with workspace.turn():
+            for path in chance.sample(sorted(workspace.top.glob("d*/e*/*")), 5):
+                path.unlink()
+            subprocess.run(["rm", "-r", chance.choice(sorted(workspace.top.glob("d*/e*")))])
+            at = chance.randrange(40)
+            workspace.write({f"d{at}/new": "x", f"d{at}/f/new{at}": "y", "d1/build/x": f"{at}"})
+            chance.choice(sorted(workspace.top.glob("d*/*"))).chmod(0o700)
+        after = workspace.state()
+        assert {row["path"] for row in workspace.call("undo")["left"]} == {"d1/build"}
+        build = b"d1/build/x"
+        assert workspace.state() | {build: b""} == before | {build: b""}
+        workspace.call("redo")
+        assert workspace.state() == after
+
+
 def test_a_file_that_is_as_new_as_the_snapshot_is_read_again(workspace: Workspace) -> None:
     """Were the clock to stand still, nothing else would tell that it has changed."""
     workspace.write({"a": "one", "old": "x"})
@@ -839,6 +864,52 @@ def test_what_was_not_merged_comes_with_the_next_merge(workspace: Workspace) -> 
     (origin / "fight").write_text("0")
     assert merge() == (["fight"], [])
     assert merge() == ([], [])
+
+
+def test_a_merge_that_left_something_does_not_merge_the_rest_again(workspace: Workspace) -> None:
+    workspace.write({"came": "X0", "fight": "0", "dir/left": "0", "dir/came": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"came": "X1", "fight": "1", "dir/left": "1", "dir/came": "1"})
+    (origin / "fight").write_text("person")
+    (origin / "dir/left").write_text("person")
+    (origin / "dir").chmod(0o700)
+
+    def merge(**request: Any) -> list[str]:
+        answer = workspace.call("merge", tree="origin", top=origin, **request)
+        return [row["path"] for row in answer["left"]]
+
+    assert merge() == ["dir/left", "fight"]
+    with workspace.turn():
+        workspace.write({"came": "X2", "dir/came": "2"})
+    assert merge(paths=["dir"]) == ["dir/left"]
+    assert [(origin / name).read_text() for name in ("came", "dir/came")] == ["X1", "2"]
+    assert merge() == ["dir/left", "fight"]
+    assert (origin / "came").read_text() == "X2"
+    assert (origin / "dir").stat().st_mode & 0o777 == 0o700
+    (origin / "fight").write_text("0")
+    assert merge() == ["dir/left"]
+    assert (origin / "fight").read_text() == "1"
+
+
+def test_a_copy_with_a_repository_of_its_own_is_merged_into_a_linked_worktree(
+        workspace: Workspace) -> None:
+    workspace.write({".git": "gitdir: /elsewhere\n", "a": "0", "sub/.git": "gitdir: /x\n"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        for name in (".git", "sub/.git"):
+            (workspace.top / name).unlink()
+            workspace.write({f"{name}/config": "[core]\n", f"{name}/HEAD": "x\n"})
+        workspace.write({"a": "1"})
+    for text in ("gitdir: /other\n", "gitdir: /elsewhere\n"):
+        (origin / ".git").write_text(text)
+        before = workspace.state(origin)
+        answer = workspace.call("merge", tree="origin", top=origin)
+        assert {row["path"] for row in answer["left"]} <= {".git", "sub/.git"}
+        assert not any(row["conflict"] for row in answer["left"])
+        assert workspace.state(origin) == before | {b"a": workspace.state()[b"a"]}
 
 
 # --- Races, kills and bounds ---

@@ -43,7 +43,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
 LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
+SHARED = 500  # directories from which on a second process helps
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
@@ -358,6 +359,20 @@ class Store:
         return tree.decode(), {whole_git(in_workspace(marked.sub("", os.fsdecode(name))))
                                for name in names}
 
+    def graft(self, tree: str, source: str, paths: Iterable[str], whole: bool) -> str:
+        """The tree with what another one has at these paths, with all that is in a directory."""
+        into = Import(self, tree)
+        for path in paths:
+            for name in [marked(path, mark) for mark in MARKS] if path else [":dir"]:
+                lines = [into.look(side, name) for side in (tree, source)]
+                if all(line[0] == b"040000" for line in lines) and not (whole or in_git(path)):
+                    name = f"{name}/:dir"
+                    lines = [into.look(source, name)]
+                into.send(f"D {quoted(name)}")
+                if lines[-1][0] != b"missing":
+                    into.send(f"M {lines[-1][0].decode()} {lines[-1][2].decode()} {quoted(name)}")
+        return into.finish()
+
     # Bounds
 
     def prune(self, keep: int, most: int) -> int:
@@ -440,6 +455,14 @@ class Import:
         for mark in MARKS:
             self.send(f"D {quoted(marked(path, mark))}")
 
+    def look(self, tree: str, name: str) -> list[bytes]:
+        """Mode, type and id of an entry of a tree, or "missing"."""
+        self.send(f"ls {tree} {quoted(name)}")
+        assert self.process and self.process.stdin and self.process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.flush()
+        return self.process.stdout.readline().split() or [b"missing"]
+
     def finish(self) -> str:
         if self.process:
             output = self.store.end(self.process, b'ls ""\nreset refs/none\n')
@@ -450,6 +473,16 @@ class Import:
                     os.rename(os.path.join(packs, name), os.path.join(self.store.packs, name))
             self.tree = tree
         return self.tree
+
+
+class Unchanged(Import):
+    """For a walk that must find nothing new."""
+
+    def __init__(self) -> None:
+        pass
+
+    def send(self, line: str, data: bytes | None = None) -> None:
+        raise Failure(line, "")
 
 
 def quoted(name: str) -> str:
@@ -531,14 +564,50 @@ class Walk:
         self.folders: dict[str, Folder] = {}
         self.loaded: dict[str, dict[str, Row]] = {}
         self.racy, self.leftovers = list[tuple[str, str]](), list[tuple[str, str]]()
-        self.temporary = store.state.get("temporary") or "\0"
+        self.temporary: str = store.state.get("temporary", "")
         self.settled = time.time_ns() - RACY_NS
         try:
             self.root = os.open(workspace, FLAGS | os.O_DIRECTORY)
         except OSError as error:
             raise Failure(f"{printable(workspace)}: {error.strerror}",
                           "Is it still there?") from None
+        self.shared = self.share() if len(self.cache) > SHARED and not self.temporary else {}
         self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False)
+
+    def share(self) -> dict[str, list[str]]:
+        """Let a child compare half of the directories with the cache, while we walk the rest.
+
+        Returns its directories, each with those below, which stand before it in the cache.
+        """
+        half = [*self.cache][: len(self.cache) // 2]
+        inside, shared, below = {*half}, dict[str, list[str]](), list[str]()
+        for path in half:
+            below.append(path)
+            if path.rpartition("/")[0] not in inside:
+                shared[path], below = below, []
+        self.answers, answer = os.pipe()
+        if not os.fork():
+            try:
+                self.into, self.shared, same = Unchanged(), {}, list[str]()
+                for path in shared:
+                    parts = path.split("/")
+                    with contextlib.suppress(Exception), opened(self.root, path) as fd:
+                        self.folder(fd, path, os.fstat(fd).st_mode, len(parts), ".git" in parts)
+                        same.append(path)
+                with open(answer, "wb") as file:
+                    file.write(os.fsencode("\0".join(same)))
+            finally:
+                os._exit(0)
+        os.close(answer)
+        return shared
+
+    @functools.cached_property
+    def same(self) -> set[str]:
+        """Where the child has found nothing new; elsewhere we must look ourselves."""
+        with open(self.answers, "rb") as file:
+            found = {*os.fsdecode(file.read()).split("\0")}
+        os.wait()
+        return found
 
     def read_cache(self) -> dict[str, Folder]:
         """Empty where there is none, where it is not of the last snapshot, or damaged."""
@@ -582,7 +651,8 @@ class Walk:
                                              self.file(fd, path, row, row[0] in before, git))]
             now = marshal.dumps(rows, 2)
         inner = dict[str, str]()
-        for name, folder_mode in folders.items():
+        for name, folder_mode in sorted(folders.items(),
+                                        key=lambda item: prefix + item[0] in self.shared):
             what = self.enter(fd, prefix + name, folder_mode, depth, git, old.get(name))
             if what is not None:
                 inner[name] = what
@@ -602,6 +672,9 @@ class Walk:
             said = "ignored {} {} {}".format(*self.count(fd, name))
         elif depth >= DEPTH or len(path) > PATH_CHARACTERS:
             said = "deep"
+        elif path in self.shared and path in self.same:
+            self.folders.update((below, self.cache[below]) for below in self.shared[path])
+            return ""
         else:
             said = ""
             try:
@@ -634,7 +707,7 @@ class Walk:
         name, *key = row
         path = f"{folder}/{name}" if folder else name
         found: tuple[Row, str, bytes, str] | None = None
-        if name.startswith(self.temporary):
+        if self.temporary and name.startswith(self.temporary):
             self.leftovers.append((folder, name))
         elif not (git and name.endswith(".lock")):
             found = self.look(fd, path, row)
@@ -1182,26 +1255,26 @@ class Request:
         restore = Restore(walk, self.take("discard", bool, False))
         wanted = list[tuple[str, Entry | None, Entry | None]]()
         for path, old, new in self.store.changes(walk.tree, tree):
-            if not below(path, self.paths):
-                continue
-            if kind == "merge" and in_git(path):
-                conflicts -= {whole_git(path)}
-                restore.left[whole_git(path)] = "what is git's own does not leave a copy"
-                restore.never.add(whole_git(path))
-            elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
-                      or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
+            # merge-tree calls a file so where there is a directory of its name
+            plain = re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path)
+            if kind == "merge" and in_git(plain):
+                conflicts.add(whole_git(plain))
+            elif below(path, self.paths) and not any(
+                    below(name, conflicts) or f"{name}/:dir".lstrip("/") in conflicts
+                    for name in (path, plain)):
                 wanted.append((path, old, new))
         for path in {path.removesuffix(":dir").rstrip("/") for path in conflicts}:
-            if below(path, self.paths):
-                restore.left.setdefault(path, "both have changed it")
+            if below(path, self.paths) and kind == "merge" and in_git(path):
+                restore.left[path] = "what is git's own does not leave a copy"
+                restore.never.add(path)
+            elif below(path, self.paths):
+                restore.left[path] = "both have changed it"
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
                           "Paths begin at the top of the workspace.", "missing")
         dry = self.take("dry", bool, False)
         if not dry:
-            whole = self.paths == [""] and not conflicts
-            expected = {*restore.left}
             restore.apply()
             self.store.state["temporary"] = ""
             after = self.walk().tree
@@ -1209,7 +1282,11 @@ class Request:
             event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
                       "when": self.take("when", str, "")}
             if kind == "merge":  # what has not come this time comes with the next one
-                event["theirs"] = steps[0][whole and expected == {*restore.left}]
+                base, theirs = steps[0]
+                if self.paths != [""]:
+                    theirs = self.store.graft(base, theirs, self.paths, True)
+                event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
+                                                   - restore.never, False)
             if self.paths == [""] and (restore.done or not restore.left):
                 for other in self.events:
                     if other["id"] in turns:
