@@ -1870,10 +1870,11 @@ def changes_answer(data: object) -> Answer:
 
 def a_path(text: Any) -> str:
     """A path below a session's directory, or as a JSON string, for bytes that are no UTF-8."""
-    with suppress(ValueError):
+    with suppress(ValueError, TypeError):
         value = sandbox.parse_json(text) if str(text).startswith('"') else text
-        if isinstance(value, str) and value and "\0" not in value:
-            return value
+        top = os.path.normpath(value).split("/")[0]  # "" of an absolute path
+        if value and "\0" not in value and top not in ("", ".."):
+            return str(value)
     raise WebError("bad_request", f"{json.dumps(text)[:80]} is no path",
                    "paths begin at the top of the session's directory")
 
