@@ -160,6 +160,8 @@ def as_web_error(error: Exception) -> WebError:
         return error
     if isinstance(error, SandboxError):
         code = {2: "bad_request", 125: "engine_failed"}.get(error.code, "failed")
+        # What a shadow has refused, see sandbox_changes.py.
+        code = {"missing": "not_found", "nothing": "conflict"}.get(getattr(error, "kind", ""), code)
         if isinstance(error, EngineProblem):
             code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
         elif isinstance(error, sandbox.BrokenSession):
@@ -1841,16 +1843,16 @@ class Changes:
                 self.logs[session.name] = kept
             return kept[2]
 
-    def change(self, engine: Engine, session: Session, verb: str,
-               request: Mapping[str, Any]) -> dict[str, Any]:
-        """Undo, redo or merge. Raises WebError while this is done already."""
+    @contextmanager
+    def alone(self, session: Session) -> Iterator[None]:
+        """Nobody else undoes or merges something in it. Raises WebError where somebody does."""
         with self.lock:
             if session.name in self.undoing:
                 raise WebError("conflict", f"something is being undone or merged in {session.name}",
                                "try again when it is done")
             self.undoing.add(session.name)
         try:
-            return ask_shadow(engine, session, verb, request, not request.get("dry"))
+            yield
         finally:
             self.undoing.discard(session.name)
             self.logs.pop(session.name, None)
@@ -1858,17 +1860,13 @@ class Changes:
 
 def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
                writable: bool = False) -> dict[str, Any]:
-    """The shadow's answer. Raises SandboxError, and WebError where the request fits no turn."""
+    """The shadow's answer. Raises SandboxError."""
     import sandbox_changes
 
     session.created()  # raises where its labels are not whole
     bounds = sandbox_changes.bounds(sandbox.session_config(session))
     request = {**bounds, "when": iso(time.time()), **request}
-    try:
-        return dict(sandbox_changes.ask_shadow(engine, session, verb, request, writable))
-    except sandbox_changes.Refused as error:
-        code = {"missing": "not_found", "nothing": "conflict"}.get(error.kind, "failed")
-        raise WebError(code, error.message, error.hint) from None
+    return dict(sandbox_changes.ask_shadow(engine, session, verb, request, writable))
 
 
 def changes_answer(data: object) -> Answer:
@@ -1902,13 +1900,28 @@ def get_diff(_app: App, request: Request, params: Params) -> Answer:
 
 
 def change_route(verb: str) -> Callable[[App, Request, Params], Answer]:
-    """A route that undoes, does again or merges."""
+    """A route that undoes or does again."""
     def post(app: App, request: Request, params: Params) -> Answer:
         data = fields(request.json(), turn=str, only=bool, paths=list, dry=bool)
         data["paths"] = [a_path(path) for path in data.get("paths", [])]
-        return changes_answer(app.changes.change(*find(params["session"]), verb, data))
+        engine, session = find(params["session"])
+        with app.changes.alone(session):
+            return changes_answer(ask_shadow(engine, session, verb, data, not data.get("dry")))
 
     return post
+
+
+def post_merge(app: App, request: Request, params: Params) -> Answer:
+    """Bring the work of a session on a copy into its directory."""
+    from sandbox_changes import merge_copy
+
+    dry = fields(request.json(), dry=bool).get("dry", False)
+    engine, session = find(params["session"])
+    if not session.copy:
+        raise WebError("conflict", f"{session.name} works on the directory itself",
+                       "nothing is to merge")
+    with app.changes.alone(session):
+        return changes_answer(merge_copy(engine, session, dry))
 
 
 # --- News ---
@@ -3119,7 +3132,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", SESSION + "/changes/diff", get_diff),
     ("POST", SESSION + "/changes/undo", change_route("undo")),
     ("POST", SESSION + "/changes/redo", change_route("redo")),
-    ("POST", SESSION + "/changes/merge", change_route("merge")),
+    ("POST", SESSION + "/changes/merge", post_merge),
     ("GET", SESSION + "/terminals", get_terminals),
     ("DELETE", SESSION + "/terminals/{terminal}", delete_terminal),
     ("GET", SESSION + "/terminal", get_terminal),

@@ -93,8 +93,8 @@ export const api = {
     const query = new URLSearchParams({ turn, patch: 1, ...(file !== undefined && { path: quoted(file) }) });
     return diff(await call("GET", `${path("sessions", name, "changes", "diff")}?${query}`));
   },
-  change: async (name, verb, { paths = [], ...what }) => outcomeOf(await call("POST",
-    path("sessions", name, "changes", verb), { ...what, paths: paths.map(quoted) })),
+  change: async (name, verb, { paths, ...what }) => outcomeOf(await call("POST",
+    path("sessions", name, "changes", verb), paths ? { ...what, paths: paths.map(quoted) } : what)),
   logout: () => call("POST", "/auth/logout"),
   outputAddress: (name, id) => path("sessions", name, "jobs", id, "output"),
 };

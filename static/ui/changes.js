@@ -184,12 +184,13 @@ class Turn {
         .filter(Boolean).flatMap((part) => [" · ", part]).slice(1),
       event.beside?.length ? ` · beside ${count(event.beside.length, "other turn")}, with their changes` : null);
     this.element.classList.toggle("undone", Boolean(undone));
-    this.act.hidden = kind !== "turn" && kind !== "merge";
+    this.act.hidden = kind !== "turn";
+    this.open.disabled = kind === "merge"; // it is of the directory, and the others are of the copy
     this.act.replaceChildren(undone ? "Redo" : "Undo");
     this.act.setAttribute("aria-label", `${undone ? "Redo" : "Undo"} ${this.title.textContent}`);
     const later = events.slice(events.indexOf(event) + 1);
     this.since.hidden = this.act.hidden || Boolean(undone)
-      || !later.some((one) => (one.kind === "turn" || one.kind === "merge") && !one.undone);
+      || !later.some((one) => one.kind === "turn" && !one.undone);
     for (const row of this.rows) row.update();
     if (before !== undefined && before !== `${event.after} ${event.files}` && !this.body.hidden) this.load();
   }
@@ -253,12 +254,14 @@ const pathList = (rows, draw) => h("ul", { class: "paths", tabindex: rows.length
   rows.length > SHOWN_PATHS && h("li", {}, `and ${rows.length - SHOWN_PATHS} more`));
 
 /** What an undo, redo or merge changes, or has changed, and what it leaves as it is. */
-function effect({ changed = [], left = [] }, verb, words) {
+function effect({ changed = [], left = [], commits }, verb, words) {
   return h("div", { class: "effect" },
     changed.length > 0 && [h("p", {}, `${words} ${count(changed.length, "path")}:`),
       pathList(changed, (row) => [statusOf(row), " ", pathOf(row.path), verb !== "undo" && riskOf(row.risk)])],
     left.length > 0 && [h("p", {}, h("strong", {}, `Left as before: ${count(left.length, "path")}`)),
-      pathList(left, ({ path, why }) => [pathOf(path), " — ", ...visible(why ?? "")])]);
+      pathList(left, ({ path, why }) => [pathOf(path), " — ", ...visible(why ?? "")])],
+    commits?.count > 0 && h("p", {}, `${count(commits.count, "commit")} as the branch ${commits.branch}`),
+    commits?.problem && h("p", { class: "bad-text" }, visible(commits.problem)));
 }
 
 // --- The screen ---
@@ -286,7 +289,7 @@ export function mount(root, context) {
     /** Say what would change, ask, do it, and show what has changed. */
     change: (button, verb, what, where, title) => busy(button, async () => {
       const dry = await api.change(name, verb, { ...what, dry: true });
-      if (!dry.changed?.length) {
+      if (!dry.changed?.length && !dry.commits?.count) {
         where.replaceChildren(h("p", {}, `There is nothing to ${verb}.`), effect(dry, verb));
         return;
       }

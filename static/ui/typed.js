@@ -97,7 +97,7 @@ export const job = fitted({ id: shown, session: shown, kind: shown, state: shown
   error: shown, tail: shown, changes: jobChanges }, "error");
 const rules = fitted({ allow: texts, deny: texts }, "allow");
 const session = { name: shown, state: shown, agent: shown, directory: shown };
-export const row = fitted({ ...session, network: shown, agentMode: whether, jobs: amount,
+export const row = fitted({ ...session, workspace: shown, network: shown, agentMode: whether, jobs: amount,
   terminals: amount, last: job }, "name");
 export const detail = fitted({ ...session, workdir: shown, runtime: shown, workspace: shown,
   agentPromptCommand: shown, ports: texts,
@@ -121,4 +121,5 @@ const files = rows({ path: exact, status: shown, oldMode: shown, newMode: shown,
   seen: shown, why: shown, files: amount, patch: exact, truncated: whether }, "path");
 export const diff = fitted({ files, more: amount }, "from");
 const reasons = rows({ path: exact, status: shown, why: shown, risk: texts }, "path");
-export const outcomeOf = fitted({ turns: texts, changed: reasons, left: reasons }, "dry");
+export const outcomeOf = fitted({ turns: texts, changed: reasons, left: reasons,
+  commits: fitted({ branch: shown, count: amount, problem: shown }, "problem") }, "problem");
