@@ -678,7 +678,8 @@ KEYS = {key.name: key for key in (
         kind="list", of="serve"),
     Key("runtime", an_engine, "--rt --runtime", "ENGINE",
         "{engines}; default: the first that answers",
-        of="run ps attach logs stop start cp rm recreate rename merge net prune build doctor serve",
+        of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
+           "build doctor serve",
         variable="SANDBOX_RUNTIME", above_file=True),
 )}
 
@@ -2893,6 +2894,11 @@ def follow_rename(engine: Engine, session: Session) -> None:
 
 def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
     """The commands that run in a session, one for each of its tags but our `own`; not autostart."""
+    return [words for tag, words in used_by(engine, session).items() if tag not in own]
+
+
+def used_by(engine: Engine, session: Session) -> dict[str, str]:
+    """The first of the processes with a tag, by that."""
     out = ""
     if session.state == "running":
         command = ["sh", "-c", asset("session/users.sh").decode()]
@@ -2902,10 +2908,10 @@ def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list
     found: dict[str, tuple[int, str]] = {}  # of each tag the first process
     for line in out.split("\n"):
         pid, tag, *words = (line + "  ").split(" ", 2)
-        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10 and tag not in own:
+        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10:
             process = int(pid), printable(words[0])[:200].strip()
             found[tag] = min(process, found.get(tag, process))
-    return [words for _, words in sorted(found.values())]
+    return {tag: words for tag, (_, words) in sorted(found.items(), key=lambda item: item[1])}
 
 
 USERS_BYTES = 1 << 20
@@ -5231,13 +5237,6 @@ def cmd_rename(args: argparse.Namespace) -> int:
     return 0
 
 
-def cmd_merge(args: argparse.Namespace) -> int:
-    import sandbox_changes
-
-    engine, session = find_given(engines_of(args), args.session, "merge")
-    return sandbox_changes.show_merge(engine, session, args.dry_run)
-
-
 def cmd_ps(args: argparse.Namespace) -> int:
     engines = engines_of(args)
     if args.only:
@@ -5503,6 +5502,14 @@ def cmd_serve(args: argparse.Namespace) -> int:
     return sandbox_web.serve(args)
 
 
+def cmd_changes(command: str, args: argparse.Namespace) -> int:
+    """Those of sandbox_changes, which no other command waits for."""
+    import sandbox_changes
+
+    status: int = getattr(sandbox_changes, f"cmd_{command}")(args)
+    return status
+
+
 def cmd_build(args: argparse.Namespace) -> int:
     end_on_signals()
     if args.imageVersion:
@@ -5746,6 +5753,13 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
                           "with its conversations and settings"}),
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
+    "turn": ("", {"nargs": "?", "metavar": "TURN",
+                  "help": "id of a turn as log prints it, or the beginning of one, or -1 for the "
+                          "last, -2 for the one before it"}),
+    "paths": ("", {"nargs": "*", "metavar": "PATH", "default": [],
+                   "help": "only what is there, or below: a path from the current directory, or "
+                           "from outside of the session's directory one in that"}),
+    "stat": ("--stat", FLAG | {"help": "how many lines of each file have changed, not which"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
     "dry_run": ("--dry-run", FLAG | {"help": "only print what would be done"}),
     "copies": ("--copies", FLAG | {"help": "remove copies of sessions that are gone, too"}),
@@ -5890,7 +5904,7 @@ sandbox COMMAND --help explains a command; sandbox --version prints the version.
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     """The parsed options of a command, with what -x and `--` brought where it takes them."""
     if command not in ("run", "config"):
-        return parser_of(command).parse_args(words)
+        return parser_of(command).parse_intermixed_args(words)
     options, command_words, agent_args = split_command(words)
     parser = parser_of(command)
     args, more = parser.parse_known_args(options)
@@ -5916,7 +5930,8 @@ def cmd_completion(args: argparse.Namespace) -> int:
 
 NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
 # The word that is one, if there is one.
-NAMED_AT = {"net": 3, "merge": 2, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2}
+NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2, "log": 2,
+            "diff": 2, "undo": 2, "redo": 2, "merge": 2}
 
 
 def complete(words: Sequence[str]) -> list[str]:
@@ -5944,6 +5959,8 @@ def complete(words: Sequence[str]) -> list[str]:
         return [*recorded_terminals(words[1]), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
         return [f"{row['name']}:" for row in list_sessions(engines_of())]
+    if command in ("diff", "undo") and len(words) > 2 and not words[-1].startswith("-"):
+        return []
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -5965,6 +5982,15 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "attach": ("go back to a terminal of a session", "session id", cmd_attach),
     "logs": ("print what an agent, a prompt or a command has printed", "session id follow",
              cmd_logs),
+    "log": ("list the turns of agents in a session, and what each has changed", "session json",
+            partial(cmd_changes, "log")),
+    "diff": ("show what agents have changed, or one turn", "session turn paths stat json",
+             partial(cmd_changes, "diff")),
+    "undo": ("take back the last turn of an agent, or all since one began",
+             "session turn paths dry_run in_use", partial(cmd_changes, "undo")),
+    "redo": ("take back the last undo", "session", partial(cmd_changes, "redo")),
+    "merge": ("bring what was done in a copy into its directory", "session dry_run",
+              partial(cmd_changes, "merge")),
     "stop": ("stop containers", "names", cmd_stop),
     "start": ("start containers that were stopped", "names", cmd_start),
     "cp": ("copy between this machine and a session", "copied target", cmd_cp),
@@ -5972,7 +5998,6 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "recreate": ("create a session's container anew, its conversations stay",
                  "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
     "rename": ("give a session another name", "session new_name", cmd_rename),
-    "merge": ("bring what was done in a copy into its directory", "session dry_run", cmd_merge),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
     "prune": ("remove what a crash or a power cut has left", "dry_run copies", cmd_prune),
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),

@@ -18,12 +18,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import sandbox
-from sandbox import CALL_SECONDS, LONG_SECONDS, Output, SandboxError
+from sandbox import CALL_SECONDS, LONG_SECONDS, Output, SandboxError, say, show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import argparse
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from sandbox import Config, Engine, Session
+
+    Row = dict[str, Any]
 
 STORE_DIRECTORY, WORK_DIRECTORY = "/run/sandbox-store", "/run/sandbox-work"
 # As root: what an agent has made with sudo is read, too, and what is restored gets its owner back.
@@ -58,7 +61,7 @@ class Refused(SandboxError):
 
 
 def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
-                writable: bool, origin: bool) -> list[str]:
+                writable: bool, origin: bool = False) -> list[str]:
     """The engine call for a request; the program and the request follow on stdin. It is about the
     session's copy, or with `origin` about the directory that this was made of.
     """
@@ -360,6 +363,278 @@ def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
             began_within(turn, other) or began_within(other, turn))]
 
 
+# --- Log, diff, undo and redo ---
+
+LISTED = 100  # warnings, and paths of an undo
+LINE_CHARS, WHAT_CHARS = 2000, 60
+BOLD, YELLOW, COLOURS = "1", "33", {"@": "36", "+": "32", "-": "31"}
+FILE = {"path": str, "status": str, "oldMode": str | None, "newMode": str | None,
+        "size": int | None, "binary": bool, "added": int, "deleted": int, "risk": list}
+TURN = {"id": str, "kind": str, "tree": str, "what": str | None, "command": str | None,
+        "when": str | None, "after": str | None, "files": int | None, "added": int | None,
+        "deleted": int | None, "risky": int | None, "turns": list | None, "undone": bool | None}
+
+
+def rows_of(answer: Mapping[str, Any], key: str, shape: Mapping[str, Any]) -> list[Row]:
+    """The rows of an answer, with fields of these types. Raises SandboxError."""
+    rows = answer.get(key)
+    if isinstance(rows, list) and all(isinstance(row, dict) and all(
+            isinstance(row.get(name), kind) for name, kind in shape.items()) for row in rows):
+        return [dict.fromkeys(shape) | row for row in rows]
+    raise SandboxError("what reads the snapshots has answered nonsense",
+                       "make the image anew: sandbox build")
+
+
+def visible(c: str) -> str:
+    """A character that is not printable: ^M, <9B> for a byte that is not UTF-8, <U+202E>."""
+    code = ord(c)
+    if code < 32 or code == 127:
+        return f"^{chr(code ^ 64)}"
+    return f"<{code - 0xDC00:02X}>" if 0xDC80 <= code <= 0xDCFF else f"<U+{code:04X}>"
+
+
+def shown_line(text: str, code: str = "", colour: bool = False) -> str:
+    """A line as a terminal may get it: what it would obey is visible, in colour also reversed."""
+    text, more = text[:LINE_CHARS], len(text) - LINE_CHARS
+    if not text.isprintable():
+        form = "\x1b[7m{}\x1b[27m" if colour else "{}"
+        text = "".join(c if c.isprintable() or c == "\t" else form.format(visible(c))
+                       for c in text)
+    text = f"\x1b[{code}m{text}\x1b[m" if colour and code and text else text
+    return f"{text} … and {more:,} more characters" if more > 0 else text
+
+
+def quoted(path: str) -> str:
+    """A path on one line: with quotes and escapes where it has unusual characters."""
+    plain = path.isprintable() and "\\" not in path and path[:1] not in "'\""
+    return path if plain else repr(path)
+
+
+def page(lines: Iterable[tuple[str, str]]) -> None:
+    """Print lines, each with its colour; on a terminal through the person's pager, as git does."""
+    import shutil
+    import signal
+
+    terminal = os.isatty(1)
+    colour = terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    text = "".join(f"{shown_line(line, code, colour)}\n" for line, code in lines)
+    pager = os.environ.get("PAGER", "less -R" if shutil.which("less") else "")
+    status = 127
+    if terminal and pager:
+        source, sink = os.pipe()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pager's
+        pid = sandbox.spawn(["sh", "-c", pager], env={"LESS": "FRX", "LV": "-c", **os.environ},
+                            fds={0: source})
+        os.close(source)
+        with suppress(BrokenPipeError), open(sink, "w", encoding="utf-8") as pipe:
+            pipe.write(text)
+        status = sandbox.wait_for(pid)
+    if status in (126, 127):  # there is no such pager
+        print(text, end="")
+
+
+def warnings(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """What the host may execute or obey, and what was not kept."""
+    found = [f"warning: {quoted(row['path'])}: {'; '.join(map(str, row['risk']))}"
+             for row in rows if row["risk"]]
+    found += [f"not kept: {quoted(row['path'])}: {row.get('why') or row.get('seen')}"
+              for row in rows if row.get("kept") is False]
+    yield from ((line, YELLOW) for line in found[:LISTED])
+    if found[LISTED:]:
+        yield f"… and {len(found) - LISTED:,} more such lines: --json has them all", YELLOW
+
+
+def patch_lines(row: Row) -> Iterator[tuple[str, str]]:
+    """A file's part of a patch, in git's format; what was not kept has none."""
+    if row.get("kept") is False:
+        return
+    old, new, patch = row["oldMode"], row["newMode"], str(row.get("patch") or "")
+    a, b = (quoted(f"{side}/{row['path']}") for side in "ab")
+    before, after = a if old else "/dev/null", b if new else "/dev/null"
+    head = [f"diff --git {a} {b}"]
+    if old and new and old != new:
+        head += [f"old mode {old}", f"new mode {new}"]
+    elif not (old and new) and (old or new):
+        head.append(f"new file mode {new}" if new else f"deleted file mode {old}")
+    if row["binary"]:
+        head.append(f"Binary files {before} and {after} differ")
+    elif patch:
+        tab = "\t" * (" " in row["path"])  # as git ends such a name, for others to know its end
+        head += [f"--- {before}{tab}", f"+++ {after}{tab}"]
+    yield from ((line, BOLD) for line in head)
+    for line in patch.removesuffix("\n").split("\n") if patch else ():
+        yield line, COLOURS.get(line[:1], "")
+    if row.get("truncated"):
+        yield "… the rest is left out: all of the patch is too long; name this path", YELLOW
+
+
+def stat_lines(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        counts = "binary" if row["binary"] else f"+{row['added']} -{row['deleted']}"
+        yield f"{row['status']:8}  {counts:>12}  {quoted(row['path'])}", ""
+    added, deleted = (sum(row[key] for row in rows) for key in ("added", "deleted"))
+    yield f"{len(rows):,} changed, +{added} -{deleted}", BOLD
+
+
+def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
+    """The turn that a word means: an id, the beginning of one, -1 for the last; None for a path."""
+    number = word[1:] if word[:1] == "-" else ""
+    if number.isdecimal() and 0 < int(number[:9]) <= len(turns):
+        return turns[-int(number)]
+    found = [turn for turn in turns if turn["id"].startswith(word)] if word else []
+    found = [turn for turn in found if turn["id"] == word] or found
+    if len(found) > 1 or found and exists and found[0]["id"] != word:
+        names = ", ".join(turn["id"] for turn in found[:5])
+        raise SandboxError(f"{word} may be {names}{' or a path' if exists else ''}",
+                           f"write more of the id{f', or ./{word}' if exists else ''}", 2)
+    if number.isdecimal():
+        raise SandboxError(f"there is no turn {word}: {len(turns)} are kept")
+    return found[0] if found else None
+
+
+def in_workspace(session: Session, path: str) -> str:
+    """A path of the command line, relative to the workspace."""
+    spec, _ = session.created()
+    tops = [*(spec.get("sources") or ())[:1], spec["directory"], spec["workdir"]]
+    with suppress(FileNotFoundError):
+        if any(sandbox.within(os.getcwd(), top) is not None for top in tops):
+            path = os.path.join(os.getcwd(), path)
+    for top in tops:
+        inner = sandbox.within(os.path.normpath(os.path.join(top, path)), top)
+        if inner is not None:
+            return inner or "."
+    raise SandboxError(f"{path} is not in the workspace {tops[0]}", code=2)
+
+
+def asked_for(args: argparse.Namespace, session: Session,
+              turns: Sequence[Row]) -> tuple[Row | None, list[str]]:
+    """The turn and the paths, relative to the workspace, that a command was given."""
+    words = [word for word in (args.turn, *args.paths) if word is not None]
+    paths = [in_workspace(session, word) for word in words]
+    if not words:
+        return None, []
+    exists = os.path.lexists(os.path.join(session.created()[0]["directory"], paths[0]))
+    turn = pick_turn(turns, words[0], exists)
+    return turn, paths[turn is not None:]
+
+
+def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+              word: str | None, writable: bool = False) -> dict[str, Any]:
+    """The answer; `word` stood where a turn may stand."""
+    try:
+        return ask_shadow(engine, session, verb, request, writable)
+    except Refused as error:
+        if word and error.kind == "missing":
+            error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
+        raise
+
+
+def turns_of(engine: Engine, session: Session) -> list[Row]:
+    """What the store keeps, the oldest first, each with its state."""
+    turns = rows_of(ask_shadow(engine, session, "log", {}), "turns", TURN)
+    runs = dict[str, str]()
+    if any(turn["kind"] == "turn" and not turn["after"] for turn in turns):
+        runs = sandbox.used_by(engine, session) | {
+            job["id"]: job["what"] for job in sandbox.read_jobs(session.name)
+            if job["state"] == "running"}
+    mark_overlaps(turns)
+    for turn in turns:
+        ended = turn["kind"] != "turn" or turn["after"]
+        turn["state"] = ("undone" if turn["undone"] else "" if ended else
+                         "running" if turn["id"] in runs else "not ended")
+    return turns
+
+
+def what_of(turn: Row) -> str:
+    """An agent and its prompt or command, or which turns were undone."""
+    lines = (turn["command"] or "").strip().split("\n")
+    text = ": ".join(filter(None, (turn["what"], lines[0])))
+    if turn["kind"] != "turn":
+        text = " ".join([turn["kind"], *map(str, turn["turns"] or ())])
+    return text if len(text) <= WHAT_CHARS else f"{text[:WHAT_CHARS - 1]}…"
+
+
+def cmd_log(args: argparse.Namespace) -> int:
+    turns = turns_of(*sandbox.find_given(sandbox.engines_of(args), args.session, "log"))[::-1]
+    if args.json:
+        print(sandbox.to_json(turns, indent=2))
+    elif turns:
+        sandbox.print_columns(("id", "when", "what", "files", "lines", "warnings", "state"), [
+            turn | {"when": sandbox.local_time(turn["when"] or ""), "what": what_of(turn),
+                    "lines": None if turn["added"] is None
+                    else f"+{turn['added']} -{turn['deleted']}",
+                    "warnings": turn["risky"] or None} for turn in turns])
+    else:
+        say(f"no turn of {args.session} is kept: those of agents and prompts are, and with "
+            "--checkpoint those of other commands")
+    return 0
+
+
+def cmd_diff(args: argparse.Namespace) -> int:
+    engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "diff")
+    turn, paths = asked_for(args, session, turns_of(engine, session) if args.turn else [])
+    request = {"turn": turn["id"] if turn else "", "paths": paths, "now": True,
+               "agents": list(sandbox.AGENTS), "patch": not (args.stat or args.json)}
+    answer = ask_about(engine, session, "diff", request, None if turn else args.turn)
+    rows, more = rows_of(answer, "files", FILE), answer.get("more")
+    if args.json:
+        print(sandbox.to_json({"from": answer.get("from"), "to": answer.get("to"), "files": rows,
+                               "more": more}, indent=2))
+        return 0
+    lines = [*warnings(rows), *(stat_lines(rows) if args.stat else
+                                (line for row in rows for line in patch_lines(row)))]
+    page([*lines, *([(f"… and {more} more files", YELLOW)] if more else [])])
+    return 0
+
+
+def cmd_undo(args: argparse.Namespace) -> int:
+    engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "undo")
+    turns = [turn for turn in turns_of(engine, session)
+             if turn["kind"] in ("turn", "merge") and turn["tree"] == "main"]
+    turn, paths = asked_for(args, session, turns)
+    left = [one for one in turns if not one["undone"]]
+    if not (turn or left):
+        raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
+    first = turn or left[-1]
+    runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
+    if runs and not (args.dry_run or args.in_use):
+        question = f"{runs[-1]} still runs. Undo what it has done so far? [y/N] "
+        if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
+            raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
+                               "wait for its end, or add -f to undo what it has done so far")
+    request = bounds(sandbox.session_config(session)) | {
+        "turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
+        "when": sandbox.iso_seconds(time.time())}
+    answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
+                       writable=not args.dry_run)
+    say(f"turn {first['id']}{' and all since' if turn else ''}: {what_of(first)}")
+    status = tell(answer, args.dry_run)
+    users = [] if args.dry_run else sandbox.users_of(engine, session)
+    if users:
+        say(f"what runs in {session.name} may change it again: {'; '.join(users[:3])}")
+    return status
+
+
+def cmd_redo(args: argparse.Namespace) -> int:
+    engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
+    request = bounds(sandbox.session_config(session)) | {"when": sandbox.iso_seconds(time.time())}
+    return tell(ask_shadow(engine, session, "redo", request, writable=True))
+
+
+def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
+    """Say what an undo or redo has changed, or would, and what stays; 1 for a conflict."""
+    changed = rows_of(answer, "changed", {"path": str, "status": str})
+    left = rows_of(answer, "left", {"path": str, "why": str})
+    for row in changed[:LISTED]:
+        show(f"{row['status']:8}  {quoted(row['path'])}")
+    for row in left[:LISTED]:
+        say(f"{quoted(row['path'])} {'would stay' if dry else 'was left'} as it is: {row['why']}")
+    for rows, where in ((changed, show), (left, say)):
+        if rows[LISTED:]:
+            where(f"… and {len(rows) - LISTED:,} more")
+    if not (changed or left):
+        say("there was nothing to change")
+    return 1 if any(row.get("conflict", True) for row in left) else 0
 # --- Copies ---
 # A session of its own copy has it in a volume. Nothing of the copy is mounted together with what
 # is the person's, but for the commits: see static/session/commits.sh.
@@ -419,7 +694,7 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
             raise
         for line in step.tail:
             if line.startswith("not copied: "):
-                sandbox.say(line)
+                say(line)
     ask_shadow(engine, session, "snapshot", {})
 
 
@@ -437,7 +712,9 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     ask_shadow(engine, session, "snapshot", about)
     answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
                         not dry, origin=True)
-    return {**answer, "commits": bring_commits(engine, session, dry)}
+    left = [row for row in rows_of(answer, "left", {"path": str, "why": str})
+            if row["path"] != ".git"]  # of it only commits can come, which are counted
+    return {**answer, "left": left, "commits": bring_commits(engine, session, dry)}
 
 
 def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]:
@@ -498,27 +775,17 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def show_merge(engine: Engine, session: Session, dry: bool) -> int:
-    """Merge, and print what has come; the exit status, 1 where something is left to a person."""
-    if session.state == "running" and not dry:
-        sandbox.say(f"{session.name} runs: what it writes from now on comes with the next merge")
-    answer = merge_copy(engine, session, dry)
-    conflicts = [row for row in answer["left"] if row.get("conflict")]
-    commits = answer["commits"]
-    for row in answer["changed"]:
-        print(f"{row['status']:9} {sandbox.one_line(row['path'])}")
-    for row in answer["changed"]:
-        for risk in row.get("risk", ()):
-            sandbox.say(f"look at {sandbox.one_line(row['path'])}: {sandbox.one_line(risk)}")
-    for row in answer["left"]:
-        if row["path"] != ".git":  # of it only commits can come, and they are counted
-            sandbox.say(sandbox.one_line(f"{row['path']} was left as it is: {row['why']}"))
+def cmd_merge(args: argparse.Namespace) -> int:
+    engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "merge")
+    if session.state == "running" and not args.dry_run:
+        say(f"{session.name} runs: what it writes from now on comes with the next merge")
+    answer = merge_copy(engine, session, args.dry_run)
+    status, commits = tell(answer, args.dry_run), answer["commits"]
+    for line, _ in warnings(rows_of(answer, "changed", {"path": str, "risk": list})):
+        say(line)
     if commits["problem"]:
-        sandbox.say(f"its commits did not come: {commits['problem']}")
+        say(f"its commits did not come: {commits['problem']}")
     elif commits["count"]:
-        come = "would come" if dry else "came"
-        sandbox.say(f"{counted(commits['count'], 'commit')} {come} as the branch "
-                    f"{commits['branch']}")
-    if not (answer["changed"] or answer["left"] or commits["count"]):
-        sandbox.say("there is nothing to merge")
-    return 1 if conflicts or commits["problem"] else 0
+        come = "would come" if args.dry_run else "came"
+        say(f"{counted(commits['count'], 'commit')} {come} as the branch {commits['branch']}")
+    return 1 if commits["problem"] else status

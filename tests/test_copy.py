@@ -429,7 +429,7 @@ def test_commits_come_as_a_branch_and_nothing_of_the_copy_runs(repository: Copie
     log = repository.git("log", "--format=%an %s", f"sandbox/{name}")
     assert log == "Agent work\nSetup first\n"
     assert repository.git("status", "--short") == "?? work\n"
-    assert "nothing to merge" in repository.merge(name).stderr
+    assert "nothing to change" in repository.merge(name).stderr
     # What was committed since comes, too, but not over other commits or into what is checked out.
     more = "git -c core.hooksPath=/x commit -qm more --allow-empty"
     repository.run(name, f"rm .git/info/attributes .git/config; {more}", *AS_AGENT)
