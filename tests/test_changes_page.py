@@ -15,6 +15,7 @@ from conftest import write_config
 from fuzz import NASTY, written
 from service import Service
 from test_agents import IMAGE
+from test_browser import test_every_control_has_a_name_and_is_reached_by_keyboard as every_control
 from test_browser import watched
 
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
@@ -257,7 +258,7 @@ def test_no_request_for_a_tab_that_is_not_open(page: Page, service: Service, ses
     page.see("a", ".files")
     lists = "performance.getEntriesByName(location.origin + '/api/sessions').length"
     before = page.eval(lists)
-    page.wait(f"{lists} > {before} + 2")
+    page.wait(f"{lists} > {before} + 2", 60)
     asked = [url for url in page.requests if "/changes" in url and "/ui/" not in url]
     assert len(asked) == 2, asked
     page.click(".tabs a:first-child")
@@ -265,7 +266,7 @@ def test_no_request_for_a_tab_that_is_not_open(page: Page, service: Service, ses
     page.requests.clear()
     turn(service, session, "echo b >b")
     before = page.eval(lists)
-    page.wait(f"{lists} > {before} + 1")
+    page.wait(f"{lists} > {before}", 60)
     assert not [url for url in page.requests if "/changes" in url]
 
 
@@ -359,3 +360,49 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
     assert page.eval("document.querySelectorAll('.change').length") > len(log["turns"]) / 2
     assert page.eval("document.querySelectorAll('.undrawn').length") == 0
     assert "could not be shown" not in page.text()
+
+
+# --- Copies ---
+
+
+def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: Service,
+                                                           session: str) -> None:
+    top = service.engine.project
+    (top / "file").write_text("one\ntwo\n")
+    write_config(service.engine.home, imageName=IMAGE.partition(":")[0], checkpoint=True,
+                 agentPromptCommand="sh -c {prompt}")
+    open_changes(page, service, session)
+    page.click(".scroll > div > .row button")
+    page.see("One prompt to several agents", "dialog")
+    chosen = "[...document.querySelectorAll('dialog select')].map((select) => select.value)"
+    assert len({*page.eval(chosen)[:2]}) == 2 and page.eval(chosen)[2] == ""
+    page.click("dialog textarea")
+    page.type("sed -i s/one/ONE/ file; echo x >new; mkdir .git; echo >.git/config; date +%N >own")
+    page.click("dialog .primary")
+    page.wait("!document.querySelector('dialog')", 90)
+    names = [f"{session}-2", f"{session}-3"]
+    for number, name in enumerate(names, 1):
+        card = f".copies .card:nth-child({number})"
+        page.see(name, card)
+        page.see("4 files +4 −1, 1 warning", card, 60)
+    rows = {row["name"]: row for row in service.get("/api/sessions").json}
+    assert [rows[name]["workspace"] for name in names] == ["copy"] * 2
+    assert len({rows[name]["agent"] for name in names}) == 2
+    assert (top / "file").read_text() == "one\ntwo\n" and not (top / "new").exists()
+    (top / "file").write_text("one\ntwo\nthree\n")
+    page.click(labelled(f"Merge {names[0]}"))
+    confirm(page, f"Merge {names[0]}?", f"In {top.name} this changes 3 paths:", "changed file",
+            "new new", ".git — what is git's own does not leave a copy")
+    page.see("Merged: 3 paths:", ".copies .card:nth-child(1)")
+    assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
+    assert (top / "new").exists() and not (top / ".git").exists()
+    page.click(labelled(f"Merge {names[1]}"))  # whose own differs
+    confirm(page, "Left as before: 2 paths", "own — both have changed it")
+    assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
+    for name in names:
+        assert service.request("DELETE", f"/api/sessions/{name}?force=1").status == 200
+    page.wait("!document.querySelector('.card')")
+
+
+def test_controls_have_names_and_are_reached(page: Page, service: Service, session: str) -> None:
+    every_control(page, service, f"{session}-x", "changes")

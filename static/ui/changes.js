@@ -1,53 +1,20 @@
 // What agents have changed, turn by turn: the files, their patches, undo and redo, the merge of a copy.
 
 import { api } from "./api.js";
-import { busy, confirmed, drawn, h, problem, redraw, say, toast } from "./dom.js";
-import { ago, count, named, size, tailOf } from "./format.js";
+import { mountCopies } from "./copies.js";
+import { busy, drawn, h, problem, redraw } from "./dom.js";
+import { KINDS, carryOut, escapedPath, pathOf, riskOf, statusOf, visible } from "./effects.js";
+import { ago, count, named, size } from "./format.js";
 import { icon } from "./icons.js";
 import { store } from "./store.js";
 
 const SHOWN_FILES = 200; // at a time
 const SHOWN_TITLE = 300; // characters
-const SHOWN_PATHS = 50; // of an answer, or a question
 const SHOWN_LINES = 10_000; // of a patch at a time
 const SLICE_LINES = 500; // drawn between two frames
 const LINE_CHARS = 5000;
-const MARKS = 40; // elements of a line; with more of them the rest is text
 
-const STATUS = { added: "new", deleted: "deleted", modified: "changed", mode: "mode", type: "other kind" };
-const TONES = { added: "good", deleted: "bad" };
-const KINDS = { undo: "Undone", redo: "Done again", merge: "Merged" };
-const VERBS = { undo: "Undo", redo: "Redo", merge: "Merge" };
 
-// --- Text that an agent has written ---
-
-// What a page would obey or not show: controls, marks of direction, what has no width, halves of
-// characters. Tabs stay, and what makes an emoji of a sign.
-const HIDDEN = /(?:(?![\t\ufe0f])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}])+/gu;
-
-/** As programmers write them; a half of a character is a byte that was no UTF-8. */
-const escaped = (run) => Array.from(run, (char) => {
-  const code = char.codePointAt(0);
-  const byte = code >= 0xdc80 && code <= 0xdcff ? code - 0xdc00 : code;
-  const hex = byte.toString(16);
-  if (byte < 0x80 || byte !== code) return `\\x${hex.padStart(2, "0")}`;
-  return code > 0xffff ? `\\u{${hex}}` : `\\u${hex.padStart(4, "0")}`;
-}).join("");
-
-/** Text as children of an element, with a mark for each run of characters that could not be seen. */
-export function visible(text) {
-  const parts = [];
-  let at = 0;
-  for (const { 0: run, index } of text.matchAll(HIDDEN)) {
-    if (parts.length >= 2 * MARKS) break;
-    parts.push(text.slice(at, index), h("mark", {}, escaped(run)));
-    at = index + run.length;
-  }
-  return [...parts, text.slice(at).replace(HIDDEN, escaped)];
-}
-
-const escapedPath = (path) => path.replace(HIDDEN, escaped);
-const pathOf = (text, props) => h("span", { class: "path mono", ...props }, visible(text));
 
 // --- Patches ---
 
@@ -103,9 +70,6 @@ function contentOf(file) {
 
 // --- Files of a turn ---
 
-const statusOf = ({ status = "" }) =>
-  h("span", { class: `chip ${Object.hasOwn(TONES, status) ? TONES[status] : ""}` }, named(STATUS, status));
-
 const counts = ({ added = 0, deleted = 0 }) => [
   h("span", { class: "plus" }, `+${added}`), " ", h("span", { class: "minus" }, `−${deleted}`)];
 
@@ -114,9 +78,6 @@ const about = (file) => [
     && `mode ${file.oldMode.slice(-4)} → ${file.newMode.slice(-4)}`,
   file.files !== undefined && count(file.files, "file"),
   (file.binary || file.kept === false) && file.size !== undefined && size(file.size)].filter(Boolean).join(" · ");
-
-const riskOf = (reasons = []) => reasons.length > 0 && h("p", { class: "risk" },
-  h("strong", {}, "Look at it: "), visible(reasons.join("; ")));
 
 function fileRow(turn, file) {
   const body = h("div", { class: "file-body", hidden: true });
@@ -243,25 +204,9 @@ class Turn {
   }
 
   change(button, verb, title, what) {
-    return this.screen.change(button, verb, { turn: this.id, only: true, ...what }, this.report, title);
+    what = { turn: this.id, only: true, ...what };
+    return this.screen.change({ button, verb, what, where: this.report, title });
   }
-}
-
-// --- Undo, redo and merge ---
-
-const pathList = (rows, draw) => h("ul", { class: "paths", tabindex: rows.length > 5 ? "0" : null },
-  rows.slice(0, SHOWN_PATHS).map((row) => h("li", {}, draw(row))),
-  rows.length > SHOWN_PATHS && h("li", {}, `and ${rows.length - SHOWN_PATHS} more`));
-
-/** What an undo, redo or merge changes, or has changed, and what it leaves as it is. */
-function effect({ changed = [], left = [], commits }, verb, words) {
-  return h("div", { class: "effect" },
-    changed.length > 0 && [h("p", {}, `${words} ${count(changed.length, "path")}:`),
-      pathList(changed, (row) => [statusOf(row), " ", pathOf(row.path), verb !== "undo" && riskOf(row.risk)])],
-    left.length > 0 && [h("p", {}, h("strong", {}, `Left as before: ${count(left.length, "path")}`)),
-      pathList(left, ({ path, why }) => [pathOf(path), " — ", ...visible(why ?? "")])],
-    commits?.count > 0 && h("p", {}, `${count(commits.count, "commit")} as the branch ${commits.branch}`),
-    commits?.problem && h("p", { class: "bad-text" }, visible(commits.problem)));
 }
 
 // --- The screen ---
@@ -274,34 +219,19 @@ export function mount(root, context) {
   const facts = h("p", { class: "hint grow" });
   const again = h("button", { class: "quiet small", type: "button", onclick: () =>
     busy(again, load) }, icon("again"), "Read again");
-  const report = h("div", { role: "status" });
-  const merge = h("div", { class: "callout", hidden: true },
-    h("p", {}, h("strong", {}, "This session works on a copy. "), "Merging brings its work into the directory."),
-    h("button", { class: "primary", type: "button", onclick: (event) =>
-      screen.change(event.currentTarget, "merge", {}, report, name) }, "Merge"));
-  root.append(h("div", { class: "scroll", tabindex: "-1" }, h("div", { class: "row" }, facts, again),
-    merge, report, top, list));
+  const copies = mountCopies(context);
+  root.append(h("div", { class: "scroll", tabindex: "-1" }, copies.element, h("div", { class: "row" }, facts, again),
+    top, list));
   let gone = false;
   let wanted = context.turn; // what the address names, or the last one, is open at first
 
   const screen = {
     name,
-    /** Say what would change, ask, do it, and show what has changed. */
-    change: (button, verb, what, where, title) => busy(button, async () => {
-      const dry = await api.change(name, verb, { ...what, dry: true });
-      if (!dry.changed?.length && !dry.commits?.count) {
-        where.replaceChildren(h("p", {}, `There is nothing to ${verb}.`), effect(dry, verb));
-        return;
-      }
-      const directory = tailOf(context.session.directory ?? "");
-      if (!(await confirmed(`${VERBS[verb]} ${title.slice(0, 100)}?`,
-        effect(dry, verb, `In ${directory} this changes`), VERBS[verb]))) return;
-      const done = await api.change(name, verb, what);
-      where.replaceChildren(effect(done, verb, `${KINDS[verb]}:`));
-      say(`${KINDS[verb]}: ${count(done.changed?.length ?? 0, "path")}`);
-      if (done.left?.length) toast(`Left as before: ${count(done.left.length, "path")}`);
-      await load();
-    }).finally(() => button.isConnected && !button.hidden && button.focus()),
+    change: async (about) => {
+      const { directory = "" } = context.session;
+      if (await carryOut({ name, directory, ...about })) await load();
+      if (document.activeElement === document.body) about.button.focus({ preventScroll: true });
+    },
   };
 
   function draw({ turns: events = [], bytes, read }) {
@@ -350,15 +280,11 @@ export function mount(root, context) {
     if (!first) load();
   };
   store.addEventListener("change", changed);
-  const fits = (session) => {
-    context.session = session;
-    merge.hidden = session.workspace !== "copy";
-  };
-  fits(context.session);
   redraw(top, h("p", { class: "dim" }, "Loading…"));
   load();
-  return { changed: fits, unmount() {
+  return { changed: (session) => (context.session = session), unmount() {
     gone = true;
+    copies.end();
     store.removeEventListener("change", changed);
   } };
 }

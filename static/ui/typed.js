@@ -99,7 +99,8 @@ const rules = fitted({ allow: texts, deny: texts }, "allow");
 const session = { name: shown, state: shown, agent: shown, directory: shown };
 export const row = fitted({ ...session, workspace: shown, network: shown, agentMode: whether, jobs: amount,
   terminals: amount, last: job }, "name");
-export const detail = fitted({ ...session, workdir: shown, runtime: shown, workspace: shown,
+export const detail = fitted({ ...session, profile: shown, workdir: shown, runtime: shown,
+  workspace: shown,
   agentPromptCommand: shown, ports: texts,
   network: (value) => (isRecord(value) ? rules(value) : shown(value)) }, "name");
 const event = fitted({ session: shown, what: shown, text: shown, turn: shown }, "text");
