@@ -24,7 +24,8 @@ All that it uses of sandbox.py (a test compares this list with the code):
         read_settings write_settings lock_settings AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
-        recreate_session start_session stop_session remove_session users_of recall forget_files
+        recreate_session start_session stop_session remove_session users_of recall has_ended
+        forget_files
         generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
@@ -1054,7 +1055,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
     try:
         have, _ = session.created()
     except sandbox.BrokenSession:
-        unknown = ("agent", "profile", "directory", "workdir", "image", "network",
+        unknown = ("agent", "profile", "directory", "workdir", "workspace", "image", "network",
                    "agentPromptCommand")
         return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
                 "runtime": engine.name, "recreate": []}
@@ -1066,6 +1067,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
         "image": have["image"], "ports": have["ports"],
         "network": sandbox.network_of(session, config) if session.proxy else have["network"],
+        "workspace": have.get("workspace", "mount"),
         "runtime": engine.name, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
                                               settings),
@@ -1090,7 +1092,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, **dict.fromkeys(SETTINGS, object))
+                  image=str, workspace=str, **dict.fromkeys(SETTINGS, object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
@@ -1173,8 +1175,15 @@ def get_users(_app: App, _request: Request, params: Params) -> Answer:
     return json_answer({"users": sandbox.users_of(engine, session)})
 
 
-def delete_session(app: App, _request: Request, params: Params) -> Answer:
+def delete_session(app: App, request: Request, params: Params) -> Answer:
+    """Remove a session; with ?force=1 also work in its copy that was not merged."""
     engine, session = find(params["session"])
+    if session.copy and not request.number("force", 0, 0, 1):
+        import sandbox_changes
+
+        if work := sandbox_changes.unmerged(engine, session):
+            raise WebError("conflict", f"{session.name} holds work that was not merged: {work}",
+                           "merge it, or remove it with ?force=1")
     sandbox.remove_session(engine, session)
     for folder in list(ENDED_JOBS):
         if folder.startswith(job_folder(session.name) + "/"):
@@ -2781,6 +2790,9 @@ class Terminals:
             self.make_room()
             early = Terminal(app, *known, run, size)
             early.start()
+            # Where its first process is seen to run there is nothing to look for.
+            if known[1].process and not sandbox.has_ended(known[1]):
+                return self.open(early)
         try:
             engine, session = find_running(name)
             if run == "agent" and not session.agent:

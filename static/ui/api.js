@@ -61,7 +61,7 @@ export const api = {
     (await call("GET", path("sessions") + (tail ? `?tail=${tail}` : ""))).map(row),
   create: (what) => call("POST", path("sessions"), what),
   session: async (name) => detail(await call("GET", path("sessions", name))),
-  remove: (name) => call("DELETE", path("sessions", name)),
+  remove: (name, force = "") => call("DELETE", path("sessions", name) + force),
   users: async (name) => users(await call("GET", path("sessions", name, "users"))).users,
   act: (name, action) => call("POST", path("sessions", name, action)),
   settings: (name) => call("GET", path("sessions", name, "settings")),

@@ -190,7 +190,13 @@ async function remove(name) {
   const text = "The container goes, and with it the agent's conversation and this session's settings and history. "
     + "Your directory stays as it is." + inUse(users);
   if (!(await confirmed(`Remove ${name}?`, text, "Remove"))) return;
-  await api.remove(name);
+  try {
+    await api.remove(name);
+  } catch (error) {
+    if (error.status !== 409) throw error;
+    if (!(await confirmed(`Remove ${name} all the same?`, `${error.message}.`, "Remove"))) return;
+    await api.remove(name, "?force=1");
+  }
   toast(`${name} was removed`);
   await refresh();
   location.hash = "#/";
