@@ -2292,6 +2292,12 @@ def lock_path(name: str) -> str:
     return os.path.join(sandbox_home(), "locks", name)
 
 
+def forget_lock(name: str) -> None:
+    """Who waits for it finds out that there is nothing left to change."""
+    with suppress(OSError):
+        os.unlink(lock_path(name))
+
+
 def lock_homes(*, shared: bool = True) -> BinaryIO:
     """Keep `prune` from taking what is being made; it has this lock alone."""
     return lock_file(lock_path("homes"), shared=shared,
@@ -2425,7 +2431,8 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = read_json(memory_path(engine, name))
             session = Session(name, "running", data["labels"], data["id"])
-            session.process, session.ours = data.get("process"), data.get("ours", data["id"])
+            session.process = data.get("process")
+            session.ours = data.get("ours", data["id"]) or "none"  # not the id that it lacks
             return engine, session
     return None
 
@@ -3106,6 +3113,7 @@ def remove_session(engine: Engine, session: Session) -> None:
         remove_container(engine, session)
         remove_volumes(engine, session.home, session.copy, session.store)
         forget_files(session.name)
+        forget_lock(session.home)
 
 
 def follow_rename(engine: Engine, session: Session) -> bool:
@@ -3237,8 +3245,7 @@ def remove_container(engine: Engine, session: Session) -> None:
     if status and not engine.is_absent(err):
         raise engine.failure(err)
     remove_proxy(engine, session)
-    with suppress(OSError):
-        os.unlink(lock_path(session.id))
+    forget_lock(session.id)
 
 
 def jobs_path(name: str) -> str:
@@ -5139,7 +5146,8 @@ def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, An
     engine, rows = list_containers(candidates(config))
     for row in rows:
         known = recall([engine], row["name"])
-        if not known or known[1].labels["sandbox.session"] != row["labels"]["sandbox.session"]:
+        id = row["labels"]["sandbox.session"]
+        if not known or known[1].labels.get("sandbox.session") != id:
             continue  # another container has the name now
         session = known[1]
         with suppress(SandboxError):  # broken, or with another network than is asked for
@@ -5748,6 +5756,7 @@ def prune_engine(engine: Engine, dry_run: bool, copies: bool) -> None:
             say(f"{name} is the home of {homes[name]}, whose container is gone")
         if not dry_run:
             Output(argv, LONG_SECONDS).result()
+            forget_lock(name)
 
 
 def known_homes(engine: Engine) -> dict[str, str]:

@@ -17,7 +17,7 @@ Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandb
 
 All that it uses of sandbox.py (a test compares this list with the code):
 
-    errors: SandboxError EngineProblem BrokenSession NotASession FileError nearest
+    errors: SandboxError EngineProblem BrokenSession Changed NotASession FileError nearest
     data: parse_json read_json is_exact is_plain a_name random_id printable one_line quote_all
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
@@ -164,7 +164,7 @@ def as_web_error(error: Exception) -> WebError:
         code = {"missing": "not_found", "nothing": "conflict"}.get(getattr(error, "kind", ""), code)
         if isinstance(error, EngineProblem):
             code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
-        elif isinstance(error, sandbox.BrokenSession):
+        elif isinstance(error, sandbox.BrokenSession | sandbox.Changed):
             code = "conflict"
         elif isinstance(error, sandbox.NotASession):
             code = "not_found"
