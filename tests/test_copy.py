@@ -349,6 +349,18 @@ def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, n
     assert volume not in volumes(engine)
 
 
+def test_what_cannot_come_is_work_all_the_same(repository: Copied, engine: Engine, name: str,
+                                               ) -> None:
+    repository.make(name, "head -c 20000000 /dev/urandom >large; mkdir ignored; echo x >ignored/x")
+    for _ in range(2):
+        answer = repository.merge(name, fails=1)
+        assert "large was left as it is: it is too large to keep" in answer.stderr
+        refused = engine.sandbox("rm", name)
+        assert refused.returncode == 1 and "see sandbox merge: 1 file\n" in refused.stderr
+    repository.run(name, "rm large")  # what is ignored is no work
+    assert engine.sandbox("rm", name).returncode == 0
+
+
 def test_prune_names_the_copy_of_a_lost_session(repository: Copied, engine: Engine, name: str,
                                                 ) -> None:
     repository.make(name, "echo work >work")
