@@ -473,6 +473,21 @@ def test_a_copy_of_a_linked_worktree_has_its_own_repository(engine: Engine, copi
 
 
 @docker_only
+def test_a_repository_that_cannot_take_commits_is_said(repository: Copied, engine: Engine,
+                                                       name: str) -> None:
+    repository.make(name, "echo work >work; git add work; git commit -qm work")
+    (repository.project / ".git" / "reftable").mkdir()
+    assert "its commits did not come" in repository.merge(name, fails=1).stderr
+    assert repository.read("work") == "work\n"
+    assert engine.sandbox("rm", name).returncode == 1
+    (repository.project / ".git" / "reftable").rmdir()
+    os.chown(repository.project / ".git", 12345, 12345)
+    assert "is not yours" in repository.merge(name, fails=1).stderr
+    os.chown(repository.project / ".git", engine.uid, engine.gid)
+    assert f"1 commit came as the branch sandbox/{name}" in repository.merge(name).stderr
+
+
+@docker_only
 def test_a_directory_that_leads_elsewhere_is_not_merged_into(repository: Copied, engine: Engine,
                                                              name: str) -> None:
     repository.make(name, "echo work >work")
