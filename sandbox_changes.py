@@ -747,6 +747,8 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     admin = sandbox.linked_admin(directory)[1]
     common = os.path.dirname(os.path.dirname(admin)) if admin else f"{directory}/.git"
     found = {"branch": branch, "count": 0, "problem": ""}
+    if os.path.isdir(f"{common}/reftable"):
+        return found | {"problem": f"{common} has another format than git's files of refs"}
     folders = (common, f"{common}/objects", f"{common}/refs", f"{common}/refs/heads")
     if not all(os.path.isdir(folder) and os.path.realpath(folder) == folder for folder in folders):
         return found
