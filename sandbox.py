@@ -5,6 +5,7 @@
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
     sandbox recreate demo -p 80:80   a new container for it, its conversations stay
     sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
+    sandbox log | diff | undo | redo what agents have changed, and back
     sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
