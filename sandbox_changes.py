@@ -253,7 +253,6 @@ class Turn:
         if not self.asked:
             self.start()
         watched, self.watched = os.pipe()
-        os.set_inheritable(self.watched, False)
         self.watcher = self.watch(watched)
         os.close(watched)
         try:
