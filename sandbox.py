@@ -1612,10 +1612,9 @@ class Engine:
         """Runs a command, with our stdin, in a new container that reaches nothing but what is
         mounted, and removes that.
         """
-        # With --sig-proxy the end of the client would wait for that of the container.
-        argv = [self.name, "run", "--rm", "-i", "--sig-proxy=false", "--pull", "never",
-                "--name", name, "--user", user, "--workdir", "/", "--network", "none",
-                "--read-only", "--log-driver", "none", "--security-opt", "no-new-privileges",
+        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", user,
+                "--workdir", "/", "--network", "none", "--read-only",
+                "--log-driver", "none", "--security-opt", "no-new-privileges",
                 "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
                 *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
                 *each("--label", map("=".join, labels.items()))]

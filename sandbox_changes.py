@@ -79,6 +79,13 @@ def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
         volumes=[f"{session.store}:{STORE_DIRECTORY}"])
 
 
+class Client(Output):
+    """A client that would wait for its container where it is only asked to end."""
+
+    def end(self, number: int) -> None:
+        super().end(9)
+
+
 class Asked:
     """A request to the shadow of a session, begun: the verbs are those of shadow.py."""
 
@@ -94,7 +101,7 @@ class Asked:
             raise SandboxError("these are too many paths", "name a directory that holds them")
         program = zlib.compress(sandbox.asset("image/shadow.py"), 9)
         argv = shadow_argv(engine, session, self.name, verb, writable, origin)
-        self.output = Output(argv, LONG_SECONDS,
+        self.output = Client(argv, LONG_SECONDS,
                              stdin=b"%d\n%s%s" % (len(program), program, text))
 
     def answer(self) -> dict[str, Any]:

@@ -332,18 +332,23 @@ def test_killed_at_any_moment_nothing_is_lost(turns: Turns) -> None:
 
 
 def test_ctrl_c_leaves_no_container(turns: Turns) -> None:
-    turns.run("-x", "true")
-    for number in range(20_000):
-        if number % 100 == 0:
-            (turns.project / f"{number}").mkdir()
-        (turns.project / f"{number // 100 * 100}" / f"{number}").write_text(f"{number}")
-    client = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x", "echo x >made")
-    (container,) = wait_for(turns.containers)
-    turns.engine.run("pause", container)  # it cannot end by itself
-    client.send_signal(signal.SIGINT)
-    assert client.wait(60) == 130
-    assert not turns.containers()
-    assert not (turns.project / "made").exists()
+    """Also of a snapshot that would never come: somebody holds the lock of the store."""
+    assert turns.run("--checkpoint", "-x", "true").returncode == 0
+    holder = f"{turns.name}-lock"
+    script = "exec 9>/store/lock; flock 9; echo locked; exec sleep 600"
+    turns.engine.run("run", "-d", "--name", holder, "-v", f"{turns.store()}:/store", "--entrypoint",
+                     "sh", IMAGE, "-c", script)
+    try:
+        wait_for(lambda: "locked" in turns.engine.run("logs", holder).stdout)
+        client = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x", "echo x >made")
+        assert client.stderr
+        assert client.stderr.readline() == f"sandbox: taking a snapshot of {turns.project}\n"
+        assert turns.containers()
+        client.send_signal(signal.SIGINT)
+        assert client.wait(60) == 130
+        assert not turns.containers() and not (turns.project / "made").exists()
+    finally:
+        turns.engine.run("rm", "-f", holder)
 
 
 # --- What is hostile ---
