@@ -598,7 +598,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
     first = turn or left[-1]
     runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
     if runs and not (args.dry_run or args.in_use):
-        question = f"{runs[-1]} still runs. Undo what it has done so far? [y/N] "
+        question = f"{sandbox.one_line(runs[-1])} still runs. Undo what it has done so far? [y/N] "
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
