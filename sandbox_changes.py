@@ -152,6 +152,7 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
+SILENT_SECONDS = 3  # after which a person is told what is waited for
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
 # that it begins.
 WAIT = """n=0
@@ -203,10 +204,17 @@ class Turn:
 
     def begin(self) -> None:
         """Have the first snapshot. Raises SandboxError."""
+        import select
+
         try:
             if not self.asked:
                 self.start()
             assert self.asked
+            answers = select.poll()
+            answers.register(self.asked.output.out, select.POLLIN)
+            if not answers.poll(SILENT_SECONDS * 1000):
+                spec, _ = self.session.created()
+                sandbox.say(f"taking a snapshot of {spec['directory']}")
             self.asked.answer()
         except SandboxError as error:
             if self.must:
@@ -228,8 +236,12 @@ class Turn:
         if known and known[1].store == self.session.store:  # else it was removed meanwhile
             ended = sandbox.iso_seconds(time.time())
             request = {**self.bounds, "end": self.about["id"], "ended": ended}
-            answer = ask_shadow(self.engine, self.session, "snapshot", request)
-            self.changes = summary(answer.get("turn"))
+            try:
+                answer = ask_shadow(self.engine, self.session, "snapshot", request)
+                self.changes = summary(answer.get("turn"))
+            except Refused:
+                if self.must:  # else there may have been no beginning
+                    raise
 
     def __enter__(self) -> Turn:
         if not self.asked:
@@ -249,12 +261,14 @@ class Turn:
         if self.lasts or isinstance(error, sandbox.Left):
             self.release(b"")
             return
+        word = b""
         try:
             self.end()
+            word = b"ended"
         except SandboxError as failure:
             sandbox.say(f"no snapshot could be taken after it: {failure.message}")
         finally:
-            self.release(b"ended")
+            self.release(word)
 
     def release(self, word: bytes) -> None:
         """Tell who watches that there is nothing to do, or with b"" that it has to."""
@@ -704,8 +718,8 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
 
 
 def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str, Any]:
-    """Bring what was done in the copy of a session into its directory: the answer of the shadow's
-    merge, and "commits" with their number, the branch and a "problem". Raises SandboxError.
+    """Bring what was done in the copy of a session into its directory: what a shadow answers to
+    merge, and "commits" with their "count", the "branch" and a "problem". Raises SandboxError.
     """
     if not session.copy:
         raise SandboxError(f"{session.name} works on the directory itself: nothing is to merge",
@@ -717,9 +731,11 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     ask_shadow(engine, session, "snapshot", about)
     answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
                         not dry, origin=True)
-    left = [row for row in rows_of(answer, "left", {"path": str, "why": str})
+    changed = rows_of(answer, "changed", {"path": str, "status": str, "risk": list})
+    left = [row for row in rows_of(answer, "left", {"path": str, "why": str, "conflict": bool})
             if row["path"] != ".git"]  # of it only commits can come, which are counted
-    return {**answer, "left": left, "commits": bring_commits(engine, session, dry)}
+    return {"dry": dry, "changed": changed, "left": left,
+            "commits": bring_commits(engine, session, dry)}
 
 
 def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]:
@@ -770,10 +786,11 @@ def unmerged(engine: Engine, session: Session) -> str:
         answer = merge_copy(engine, session, dry=True)
     except SandboxError as error:
         return f"it is not known how much, for {error.message}"
-    paths = len(answer["changed"]) + sum(bool(row.get("conflict")) for row in answer["left"])
-    commits = answer["commits"]["count"]
-    return " and ".join(counted(number, what) for number, what in
-                        ((paths, "file"), (commits, "commit")) if number)
+    paths = len(answer["changed"]) + sum(row["conflict"] for row in answer["left"])
+    commits, problem = answer["commits"]["count"], answer["commits"]["problem"]
+    return " and ".join([*(counted(number, what) for number, what in
+                           ((paths, "file"), (commits, "commit")) if number),
+                         *([problem] if problem and not commits else [])])
 
 
 def counted(number: int, what: str) -> str:
@@ -786,7 +803,7 @@ def cmd_merge(args: argparse.Namespace) -> int:
         say(f"{session.name} runs: what it writes from now on comes with the next merge")
     answer = merge_copy(engine, session, args.dry_run)
     status, commits = tell(answer, args.dry_run), answer["commits"]
-    for line, _ in warnings(rows_of(answer, "changed", {"path": str, "risk": list})):
+    for line, _ in warnings(answer["changed"]):
         say(line)
     if commits["problem"]:
         say(f"its commits did not come: {commits['problem']}")
