@@ -369,6 +369,7 @@ def test_turns_and_paths_are_found_from_anywhere(review: Review) -> None:
     assert stat == ["modified         +1 -1  src/deep/a", "1 changed, +1 -1"]
     review.call("undo", "deep", cwd=src)
     assert (src / "deep" / "a").read_text() == "1\n" and (review.top / "c").exists()
+    assert f"  undo {second} src/deep  " in review.call("log")
     assert not review.engine.sandbox("stop", review.name).returncode  # which does not matter
     review.call("undo", first)
     assert {*review.state()} == {b".", b"src", b"src/deep", b"src/deep/a"}
