@@ -400,7 +400,8 @@ FILE = {"path": str, "status": str, "oldMode": str | None, "newMode": str | None
         "size": int | None, "binary": bool, "added": int, "deleted": int, "risk": list}
 TURN = {"id": str, "kind": str, "tree": str, "what": str | None, "command": str | None,
         "when": str | None, "after": str | None, "files": int | None, "added": int | None,
-        "deleted": int | None, "risky": int | None, "turns": list | None, "undone": bool | None}
+        "deleted": int | None, "risky": int | None, "turns": list | None, "undone": bool | None,
+        "paths": list | None}
 
 
 def rows_of(answer: Mapping[str, Any], key: str, shape: Mapping[str, Any]) -> list[Row]:
@@ -574,11 +575,12 @@ def turns_of(engine: Engine, session: Session) -> list[Row]:
 
 
 def what_of(turn: Row) -> str:
-    """An agent and its prompt or command, or which turns were undone."""
+    """An agent and its prompt or command, or which turns were undone, and where."""
     lines = (turn["command"] or "").strip().split("\n")
     text = ": ".join(filter(None, (turn["what"], lines[0])))
     if turn["kind"] != "turn":
-        text = " ".join([turn["kind"], *map(str, turn["turns"] or ())])
+        text = " ".join([turn["kind"], *map(str, turn["turns"] or ()),
+                         *filter(None, map(str, turn["paths"] or ()))])
     return text if len(text) <= WHAT_CHARS else f"{text[:WHAT_CHARS - 1]}…"
 
 
@@ -626,7 +628,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
     first = turn or left[-1]
     runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
     if runs and not (args.dry_run or args.in_use):
-        question = f"{runs[-1]} still runs. Undo what it has done so far? [y/N] "
+        question = f"{sandbox.one_line(runs[-1])} still runs. Undo what it has done so far? [y/N] "
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
