@@ -41,8 +41,9 @@ def page(browser: Browser, service: Service, session: str) -> Iterator[Page]:
 @pytest.fixture
 def session(service: Service, name: str) -> str:
     """A session of an image with git, whose prompts are scripts."""
-    write_config(service.engine.home, imageName=IMAGE.partition(":")[0], checkpoint=True)
-    service.create(name, agentPromptCommand="sh -c {prompt}")
+    write_config(service.engine.home, imageName=IMAGE.partition(":")[0], checkpoint=True,
+                 agentPromptCommand="sh -c {prompt}")
+    service.create(name)
     return name
 
 
@@ -125,6 +126,20 @@ def test_a_turn_is_shown_undone_and_done_again(page: Page, service: Service, ses
     confirm(page, "Redo “# The tests fail.”?")
     page.wait("!document.querySelector('.change.undone')")
     assert (top / "shop.py").read_text() == after and not (top / "gone.txt").exists()
+
+    page.click(".tabs a:first-child")
+    page.see("3 files +2 −2, 1 warning", ".job-foot a")  # of the answer
+    turn(service, session, "echo more >>shop.py")
+    page.goto(f"http://{service.address}/preview")
+    tile = f".tile:has([href*='{session}'])"
+    page.see("1 file +1 −0", f"{tile} .changes")
+    page.click(f"{tile} .changes")
+    page.see("shop.py", ".change:first-child .files")
+    page.goto(f"http://{service.address}/#/s/{session}/agent")
+    page.see("3 files +2 −2, 1 warning", ".turn:first-child .job-foot a")
+    page.click(".turn:first-child .job-foot a")
+    page.see("gone.txt", f".change[data-turn='{first}'] .files")
+    assert not page.eval("document.querySelector('.change:first-child .files').checkVisibility()")
 
 
 def test_one_file_is_undone_with_the_keyboard_and_another_ones_edit_stays(
@@ -369,8 +384,6 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
                                                            session: str) -> None:
     top = service.engine.project
     (top / "file").write_text("one\ntwo\n")
-    write_config(service.engine.home, imageName=IMAGE.partition(":")[0], checkpoint=True,
-                 agentPromptCommand="sh -c {prompt}")
     open_changes(page, service, session)
     page.click(".scroll > div > .row button")
     page.see("One prompt to several agents", "dialog")
@@ -392,7 +405,7 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
     (top / "file").write_text("one\ntwo\nthree\n")
     page.click(labelled(f"Merge {names[0]}"))
     confirm(page, f"Merge {names[0]}?", f"In {top.name} this changes 3 paths:", "changed file",
-            "new new", ".git — what is git's own does not leave a copy")
+            "new new")
     page.see("Merged: 3 paths:", ".copies .card:nth-child(1)")
     assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
     assert (top / "new").exists() and not (top / ".git").exists()
