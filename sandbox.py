@@ -5,6 +5,7 @@
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
     sandbox recreate demo -p 80:80   a new container for it, its conversations stay
     sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
+    sandbox log | diff | undo | redo what agents have changed, and back
     sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
@@ -13,10 +14,10 @@ Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the conf
 Exit codes: 0; 1 our own failure or a wrong configuration; 2 usage; 130 Ctrl-C. `run` passes the
 status of what it ran on, uses 125 for a failure before that, and 128+n for a signal n.
 
-Import budget: at import only os, sys and time, which the interpreter has loaded, contextlib, and
-functools, which contextlib imports, and errno, a part of the interpreter; argparse, json, select
-and signal where a command needs them; never subprocess, shutil, dataclasses or typing. `sandbox ps`
-is measured against it.
+Import budget: at import only os, sys and time, which the interpreter has loaded, and parts of it
+such as errno; json, re and select where a command needs them, argparse for what read_plainly() does
+not read; never subprocess, shutil, dataclasses or typing. `sandbox ps` and `run` in a session that
+exists are measured against it: they import nothing that is written in Python.
 """
 
 from __future__ import annotations
@@ -25,16 +26,35 @@ import errno
 import os
 import sys
 import time
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
+    import signal
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-    from typing import Any, NoReturn
+    from contextlib import suppress
+    from functools import partial
+    from typing import Any, BinaryIO, NoReturn
 
     from sandbox_changes import Turn
+else:
+    # The parts of the interpreter that signal and functools are made of: contextlib and functools
+    # take 3 ms, and signal's enums 1 ms.
+    import _signal as signal
+    from _functools import partial
+
+    class suppress:
+        """The same as contextlib's."""
+
+        def __init__(self, *kinds: type[BaseException]) -> None:
+            self.kinds = kinds
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+            return kind is not None and issubclass(kind, self.kinds)
+
 
 __version__ = "0.1.0"
 
@@ -209,10 +229,9 @@ def is_plain(text: str, also: str) -> bool:
 
 
 def quote_all(argv: Iterable[str]) -> str:
-    """The words as a shell reads them, quoted only where they must be."""
-    import shlex
-
-    return shlex.join(argv)
+    """The words as a shell reads them, quoted only where they must be: as shlex.join()."""
+    return " ".join(word if word and is_plain(word, "_@%+=:,./-")
+                    else "'" + word.replace("'", "'\"'\"'") + "'" for word in argv)
 
 
 def random_id() -> str:
@@ -241,12 +260,33 @@ def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] = f
     Raises ValueError, also for one that is nested deeper than NESTING levels and, with finite(),
     for what JSON does not have (NaN, infinity): a browser would refuse what we make of it.
     """
-    import json
-
     text = text if isinstance(text, str) else text.decode()
     if text.count("[") + text.count("{") > NESTING:
         check_nesting(text)
+    # What json.loads() asks: to import `json`, and with it `re`, takes longer than all else that
+    # most commands do. Of a mistake it cannot tell without `json`: that is a SystemError.
+    with suppress(ImportError, AttributeError, StopIteration, ValueError, SystemError):
+        from _json import make_scanner
+
+        body = text.strip(" \t\r\n")
+        form: Any = JsonForm(number)
+        value, end = make_scanner(form)(body, 0)
+        if end == len(body):
+            return value
+    import json  # which also says what is wrong
+
     return json.loads(text, parse_constant=number, parse_float=number)
+
+
+class JsonForm:
+    """How the scanner of the interpreter is to read a text: as json.loads() does."""
+
+    strict = True
+    object_hook = object_pairs_hook = None
+    parse_int = int
+
+    def __init__(self, number: Callable[[str], float]) -> None:
+        self.parse_float = self.parse_constant = number
 
 
 def check_nesting(text: str) -> None:
@@ -391,15 +431,44 @@ def matching(pattern: str, what: str, *, numbers: bool = False,
              then: Callable[[str], Any] = str) -> Callable[[Any], Any]:
     """A check for a string of a pattern, which a number's digits may be, too; `then` normalises."""
 
-    def check(value: Any) -> Any:
+    def is_one(text: str) -> bool:
         import re
 
+        return bool(re.fullmatch(pattern, text, re.ASCII | re.DOTALL))
+
+    return fulfilling(is_one, what, numbers=numbers, then=then)
+
+
+def fulfilling(is_one: Callable[[str], bool], what: str, *, numbers: bool = False,
+               then: Callable[[str], Any] = str) -> Callable[[Any], Any]:
+    """The same by a function: for what most commands check, as the import of `re` takes 2 ms."""
+
+    def check(value: Any) -> Any:
         text = str(value) if numbers and type(value) in (int, float) else value
-        if not is_text(text) or not re.fullmatch(pattern, text, re.ASCII | re.DOTALL):
+        if not is_text(text) or not is_one(text):
             raise ValueError(f"{value!r} is not {what}")
         return then(text)
 
     return check
+
+
+def is_name(text: str) -> bool:
+    return 2 <= len(text) <= 128 and is_plain(text, "_.-") and text[0].isalnum()
+
+
+def is_image_name(text: str) -> bool:
+    """`[host[:port]/][folder/]name`."""
+    host, slash, rest = text.partition("/")
+    name, colon, port = host.partition(":")
+    parts = [name, *rest.split("/")] if slash else [text]
+    return text.isascii() and (port.isdecimal() or not colon) and all(
+        part[:1].isalnum() and is_plain(part, "_.-") and part == part.lower() for part in parts)
+
+
+def is_image_version(text: str) -> bool:
+    version, _, variant = text.partition("-")
+    return (all(number.isdecimal() for number in version.split(".")) and text.isascii()
+            and 0 < len(variant) <= 80 and is_plain(variant, "_.-"))
 
 
 def one_of(known: Iterable[str], what: str) -> Callable[[Any], str]:
@@ -542,13 +611,12 @@ def a_network(value: Any) -> Any:
     return value
 
 
-a_name = matching(r"[A-Za-z0-9][\w.-]{1,127}",
-                  "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
-an_image_name = matching(
-    r"([a-z0-9][a-z0-9_.-]*(:\d+)?/)?([a-z0-9][a-z0-9_.-]*/)*[a-z0-9][a-z0-9_.-]*",
-    "an image name: lower case, without a version (that is imageVersion)")
-an_image_version = matching(r"\d+(\.\d+)*-[\w.-]{1,80}",
-                            f"<version>-<variant>, for example {IMAGE_VERSION}")
+a_name = fulfilling(
+    is_name, "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
+an_image_name = fulfilling(
+    is_image_name, "an image name: lower case, without a version (that is imageVersion)")
+an_image_version = fulfilling(is_image_version,
+                              f"<version>-<variant>, for example {IMAGE_VERSION}")
 a_number = matching(r"(?=.*[1-9])\d{0,5}(\.\d{0,3})?", "a number of CPUs such as 2 or 1.5",
                     numbers=True)
 a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m or 4g",
@@ -687,6 +755,8 @@ KEYS = {key.name: key for key in (
 def check_value(name: str, value: Any) -> Any:
     """The normalised value of a key. Raises ValueError with reason and remedy."""
     key = KEYS[name]
+    if value is not None and value == key.default and type(value) is type(key.default):
+        return value  # it is right, and nothing need be imported to see that
     if key.kind != "list":
         return key.check(value)
     if not isinstance(value, list):
@@ -819,17 +889,18 @@ def config_path() -> str:
 
 def read_config() -> dict[str, Any]:
     """The configuration file, {} where there is none. Raises SandboxError with line and column."""
-    import json
-
     path = config_path()
     try:
         data = read_json(path, float)  # a key's own check says more of what is no number
     except FileNotFoundError:
         return {}
-    except json.JSONDecodeError as error:
-        raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}",
-                           "correct the JSON") from None
-    except (OSError, ValueError) as error:  # nested too deeply, or a number of 5,000 digits
+    except (OSError, ValueError) as error:
+        import json
+
+        if isinstance(error, json.JSONDecodeError):
+            raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}",
+                               "correct the JSON") from None
+        # Nested too deeply, or a number of 5,000 digits.
         raise SandboxError(f"{path}: {getattr(error, 'strerror', None) or error}",
                            "correct the file") from None
     if not isinstance(data, dict) or not isinstance(data.get("runs", {}), dict):
@@ -940,8 +1011,6 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
     the child is ended first: nobody else knows its pid yet.
     """
-    import signal
-
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
     # Under nohup SIGHUP stays ignored: the person wants that for the child as well.
@@ -983,7 +1052,6 @@ def exit_status(status: int) -> int:
 
 def end_on_signals() -> None:
     """Let SIGTERM and SIGHUP end us as Ctrl-C does: what was begun is cleaned up."""
-    import signal
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
@@ -991,6 +1059,11 @@ def end_on_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
+
+
+def signal_name(number: int) -> str:
+    """The name, as kill takes it, of one of the signals that end a run."""
+    return {int(signal.SIGINT): "INT", int(signal.SIGTERM): "TERM"}.get(number, "HUP")
 
 
 def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int = 2) -> int:
@@ -2109,7 +2182,9 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     for name in spec.keys() & KEYS:
         if spec[name] is not None or KEYS[name].kind == "list" or name == "network":
             check_value(name, spec[name])
-    matching("[0-9]{1,10}:[0-9]{1,10}", "uid:gid")(labels["sandbox.user"])
+    user, _, group = labels["sandbox.user"].partition(":")
+    if not all(id.isascii() and id.isdecimal() and len(id) <= 10 for id in (user, group)):
+        raise ValueError("uid:gid")
     sources = spec.get("sources")  # an old session has none
     if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
                                     and len(sources) == 1 + len(volumes)):
@@ -2145,9 +2220,10 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
     write_private(settings_path(name), to_json(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-@contextmanager
-def lock_settings(name: str) -> Iterator[None]:
-    """Keep others from changing a session's settings, and from putting its rules in force."""
+def lock_settings(name: str) -> BinaryIO:
+    """Keep others from changing a session's settings, and from putting its rules in force, until
+    the file is closed.
+    """
     import fcntl
 
     path = f"{settings_path(name)}.lock"
@@ -2156,9 +2232,9 @@ def lock_settings(name: str) -> Iterator[None]:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise FileError(path, error) from None
-    with open(lock, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    file = os.fdopen(lock, "wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
@@ -2353,7 +2429,7 @@ def asset(path: str) -> bytes:
     parts = path.split("/")
     if not all(part not in ("", ".", "..") and is_plain(part, "_.-") for part in parts):
         raise SandboxError(f"{path!r} is not the path of an asset")
-    here = os.path.dirname(os.path.abspath(__file__))
+    here = os.path.dirname(__file__)  # as the loader has it, though it may go by way of `..`
     for folder in ("sandbox_static", "static"):
         with suppress(OSError):
             return bytes(globals()["__loader__"].get_data(os.path.join(here, folder, *parts)))
@@ -2618,8 +2694,6 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     """Create a session anew from a recreation(), with its home; where that fails the old container
     is there, stopped. What `settings` gives takes the place of those that it has.
     """
-    import signal
-
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
@@ -3747,7 +3821,19 @@ def compose(command: str | Sequence[str], args: Sequence[str]) -> list[str]:
     return [*command, *args]
 
 
-@cache
+def once(make: Callable[[], str]) -> Callable[[], str]:
+    """A function that is called once, and then known."""
+    made: list[str] = []
+
+    def get() -> str:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return get
+
+
+@once
 def exec_script() -> str:
     """What runs before every command, without its comments: it goes into each call."""
     lines = asset("session/exec.sh").decode().splitlines()
@@ -3800,8 +3886,6 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     A client of the engine that is cut off leaves its process running inside, so a signal that
     reaches us is sent on to what carries this run's tag.
     """
-    import signal
-
     terminal = on_terminal()
     if request.args.background:
         return start_held(engine, session, request, command, tag)
@@ -3816,7 +3900,7 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     script = env_script((terminal_env() if terminal else {}) | request.env)
 
     def pass_on(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name.removeprefix("SIG")
+        name = signal_name(number)
         signal_tagged(engine, session, tag, name, 0 if name == "INT" else 5)
 
     def resize_again(number: int, _frame: object) -> None:
@@ -3909,9 +3993,27 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
 # What runs on a terminal belongs to its session: a holder inside has the terminal, and clients
 # attach to it. What they speak, and why, is said in static/session/hold.py.
 
-HOLD = ["python3", "-I", "-S", "-c",
-        'import os, sys; argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1); '
-        'sys.argv[1:] = eval(argv); exec(source)']
+# The session keeps what its Python has made of the source: to compile it takes 5 ms of each start.
+# Who may write there is the user that runs it, who gains nothing.
+HOLD = ["python3", "-I", "-S", "-c", """\
+import marshal, os, sys
+argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1)
+sys.argv[1:] = eval(argv)
+path = "/run/sandbox/hold-%x" % sys.hexversion
+try:
+    with open(path, "rb") as file:
+        kept, code = marshal.loads(file.read())
+    if kept != source:
+        raise ValueError
+except (OSError, EOFError, TypeError, ValueError):
+    code = compile(source, "hold.py", "exec")
+    try:
+        with open(path, "wb") as file:
+            file.write(marshal.dumps((source, code)))
+    except OSError:
+        pass
+exec(code)
+"""]
 RING_BYTES = 1 << 20  # what is kept of the output
 FRAME_BYTES = 65536  # no holder sends a longer one
 LIST_BYTES = 1 << 20
@@ -3919,7 +4021,7 @@ LIST_SECONDS = 5
 LISTED = 100  # terminals of a session, the newest; a hundred is more than the web serves
 
 
-@cache
+@once
 def hold_source() -> str:
     """The holder's program, without its docstring and comments: it goes into each call."""
     lines = asset("session/hold.py").decode().split('"""', 2)[2].splitlines()
@@ -4202,8 +4304,6 @@ class Attachment:
 
     def run(self, handlers: dict[int, Any]) -> None:
         """Go on until one of the ends, with these handlers of signals."""
-        import signal
-
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(woken, False)
@@ -4429,8 +4529,6 @@ def run_held(engine: Engine, session: Session, request: RunRequest, command: Seq
 
     Raises Left when it runs on, and CannotHold.
     """
-    import signal
-
     keys = "" if request.args.rm_on_exit else request.config.get("detachKeys")
     environ = hold_environ(env_script(terminal_env() | request.env), "start", tag,
                            *terminal_size(1), title_of(command), *command)
@@ -4442,7 +4540,7 @@ def run_held(engine: Engine, session: Session, request: RunRequest, command: Seq
     sent: list[Output] = []
 
     def pass_on(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name.removeprefix("SIG")
+        name = signal_name(number)
         sent.append(send_tagged(engine, session, tag, name, 0 if name == "INT" else 5))
 
     handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)
@@ -4879,7 +4977,7 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         turn, request.turn = request.turn or request.turn_of(engine, session, command), None
         tag = turn.id if turn else random_id()
         request.tags.append(tag)
-        with turn or nullcontext():
+        with turn or suppress():
             status = run_command(engine, session, request, command, tag)
             if turn and request.args.background and not status:
                 turn.lasts = True
@@ -5065,8 +5163,6 @@ def cmd_attach(args: argparse.Namespace) -> int:
 def join(engine: Engine, session: Session, held: Held, *, keys: str = "", typing: bool = False,
          follow: bool = True) -> int:
     """Join a terminal that a session holds, what was kept of its output first; its status."""
-    import signal
-
     environ = hold_environ("", "attach", held.id, *(terminal_size(1) if typing else (0, 0)), 0)
     joined = Attachment(attach_argv(engine, session), environ, typing=typing, keys=keys, kept=True,
                         follow=follow)
@@ -5397,8 +5493,8 @@ def prune_engine(engine: Engine, dry_run: bool, copies: bool) -> None:
 
 
 def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
-    """The proxies, then the volumes of no session: a name, and the engine call that removes it; []
-    for a copy that was finished, unless `copies` are to go, too.
+    """The proxies and shadows, then the volumes of no session: a name, and the engine call that
+    removes it; [] for a copy that was finished, unless `copies` are to go, too.
     """
     import re
 
@@ -5417,6 +5513,8 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     used |= {volume.replace(COPY_VOLUME, STORE_VOLUME) for volume in kept}
     proxies = [row["name"] for row in rows
                if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
+    shadows = engine.read_list(engine.ask(engine.list_argv("sandbox.shadow", ())))
+    proxies += [row["name"] for row in shadows if row["state"] != "running"]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
             *((volume, [] if volume in kept else engine.argv("remove-volume", volume))
               for volume in volumes if volume not in used)]
@@ -5487,6 +5585,8 @@ def show_command(args: argparse.Namespace) -> int:
     lines.append(f"SANDBOX_ENV={quote_all([script])} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
+    if request.turn_of(engine, session, compose(request.base(), args.agent_args)):
+        lines.insert(0, "# and a snapshot before and after (--no-checkpoint: none)")
     if args.rm_on_exit:
         calls = [engine.argv("remove", session.name, *filter(None, [session.proxy]))]
         calls += [engine.argv("remove-volume", volume)
@@ -5887,6 +5987,37 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+class Arguments:
+    """What a command was given, as argparse.Namespace has it."""
+
+
+def read_plainly(command: str, words: Sequence[str]) -> Any:
+    """What argparse would make of words, None for what takes a closer look: a mistake, the help, an
+    argument. To import argparse takes longer than all else that most commands do.
+    """
+    values: dict[str, Any] = {}
+    known: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name, (flags, settings) in options_of(command).items():
+        if not flags and settings.get("nargs") not in ("?", "*"):
+            return None
+        is_flag = settings.get("action") == "store_true"
+        values[name] = settings.get("default", False if is_flag else None)
+        known.update(dict.fromkeys(flags, (name, settings)))
+    left = iter(words)
+    for word in left:
+        name, settings = known.get(word, ("", {}))
+        if settings.get("action", "")[:5] == "store":
+            values[name] = settings.get("const", True)
+            continue
+        value = next(left, "-")
+        if not name or value.startswith("-") or settings.keys() & {"choices", "nargs", "type"}:
+            return None
+        values[name] = [*values[name], value] if settings.get("action") == "append" else value
+    args = Arguments()
+    vars(args).update(values)
+    return args
+
+
 def usage() -> str:
     commands = "\n".join(f"  {name:12} {row[0]}" for name, row in COMMANDS.items())
     return f"""\
@@ -5904,15 +6035,18 @@ sandbox COMMAND --help explains a command; sandbox --version prints the version.
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     """The parsed options of a command, with what -x and `--` brought where it takes them."""
     if command not in ("run", "config"):
-        return parser_of(command).parse_intermixed_args(words)
+        return read_plainly(command, words) or parser_of(command).parse_intermixed_args(words)
     options, command_words, agent_args = split_command(words)
-    parser = parser_of(command)
-    args, more = parser.parse_known_args(options)
+    parser, more = None, list[str]()
+    args: argparse.Namespace = read_plainly(command, options)
+    if not args:
+        parser = parser_of(command)
+        args, more = parser.parse_known_args(options)
     if more and not more[0].startswith("-"):
         wanted = ("-y" if more[0] in SHORTCUTS else "-x", *more)
         raise SandboxError(f"unexpected words: {quote_all(more)}",
                            f"to run that: sandbox run {quote_all(wanted)}", 2)
-    if more:
+    if parser and more:
         parser.error(f"unrecognized arguments: {quote_all(more)}")
     if args.command:
         raise SandboxError(f"-x{args.command}: a space is missing",

@@ -24,7 +24,8 @@ All that it uses of sandbox.py (a test compares this list with the code):
         read_settings write_settings lock_settings AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
-        recreate_session start_session stop_session remove_session users_of recall forget_files
+        recreate_session start_session stop_session remove_session users_of recall has_ended
+        forget_files
         generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
@@ -2907,6 +2908,9 @@ class Terminals:
             self.make_room()
             early = Terminal(app, *known, run, size)
             early.start()
+            # Where its first process is seen to run there is nothing to look for.
+            if known[1].process and not sandbox.has_ended(known[1]):
+                return self.open(early)
         try:
             engine, session = find_running(name)
             if run == "agent" and not session.agent:

@@ -181,6 +181,14 @@ def test_the_zipapp_is_a_command_of_its_own(zipapp: Path, elsewhere: Path) -> No
     assert VERSION in way.run([sys.executable, "-I", str(zipapp), "--version"]).decode()
 
 
+def test_the_zipapp_finds_its_files_by_any_way(zipapp: Path, elsewhere: Path) -> None:
+    (elsewhere / "link").symlink_to(zipapp)
+    (elsewhere / "below").mkdir()
+    script = (ROOT / "static" / "completion" / "sandbox.bash").read_bytes()
+    for path in (os.path.relpath(zipapp, elsewhere), "./link", "below/../link"):
+        assert Way([], [], elsewhere).run([path, "completion", "bash"]) == script
+
+
 def test_the_zipapp_starts_isolated(zipapp: Path, tmp_path: Path) -> None:
     for module in ("argparse", "contextlib", "json", "runpy", "sandbox"):
         (tmp_path / f"{module}.py").write_text("open('run', 'w')\nraise SystemExit(7)\n")

@@ -484,7 +484,7 @@ def test_what_was_not_kept_goes_only_when_one_says_so(workspace: Workspace) -> N
     with workspace.turn(), (workspace.top / "code").open("wb") as file:
         file.truncate(20 << 20)
     assert workspace.call("undo")["left"] == [
-        {"path": "code", "why": "it is too large to keep", "conflict": False}]
+        {"path": "code", "why": "it is too large to keep", "conflict": True}]
     assert (workspace.top / "code").stat().st_size == 20 << 20
     assert workspace.call("undo", discard=True)["left"] == []
     assert (workspace.top / "code").read_text() == "x"
@@ -772,6 +772,31 @@ def test_a_turn_that_was_never_ended_ends_with_the_next_snapshot(workspace: Work
     assert list(rows(workspace.call("diff", turn="killed"))) == ["a"]
 
 
+def test_a_turn_that_runs_is_seen_and_undone_so_far(workspace: Workspace) -> None:
+    workspace.call("diff", now=True, fails=1)  # and begins no store
+    workspace.call("snapshot", turn={"id": "runs"})
+    workspace.write({"first": "1"})
+    assert workspace.call("diff", turn="runs")["files"] == []
+    assert list(rows(workspace.call("diff", turn="runs", now=True))) == ["first"]
+    assert list(rows(workspace.call("diff", now=True))) == ["first"]
+    workspace.call("undo")
+    workspace.write({"second": "2"})
+    workspace.call("snapshot", end="runs")
+    workspace.write({"persons": "3"})
+    assert list(rows(workspace.call("diff", turn="runs", now=True))) == ["second"]
+    workspace.call("undo")
+    assert sorted(workspace.state()) == [b".", b"persons"]
+    assert workspace.call("undo", fails=1)["kind"] == "nothing"
+
+
+def test_a_turn_that_was_undone_at_its_end_stays_so(workspace: Workspace) -> None:
+    workspace.call("snapshot", turn={"id": "runs"})
+    workspace.write({"first": "1"})
+    workspace.call("undo")
+    workspace.call("snapshot", end="runs")
+    assert workspace.call("undo", fails=1)["kind"] == "nothing"
+
+
 def test_a_file_in_the_way_of_a_directory_is_left(workspace: Workspace) -> None:
     workspace.write({"to-file/x": "x", "to-dir": "d", "mode/x": "x"})
     with workspace.turn():
@@ -891,6 +916,51 @@ def test_a_merge_that_left_something_does_not_merge_the_rest_again(workspace: Wo
     (origin / "fight").write_text("0")
     assert merge() == ["dir/left"]
     assert (origin / "fight").read_text() == "1"
+
+
+def test_a_merge_knows_what_came_when_it_is_forgotten_itself(workspace: Workspace) -> None:
+    workspace.write({"a": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"a": "1"})
+    assert workspace.call("merge", tree="origin", top=origin)["changed"]
+    for _ in range(4):
+        with workspace.turn():
+            (workspace.top / "b").write_bytes(os.urandom(200_000))
+    workspace.call("prune", keep=2)
+    workspace.call("prune", maxBytes=300_000)
+    (origin / "a").write_text("0")  # the person's again
+    assert [row["path"] for row in workspace.call("merge", tree="origin", top=origin)["changed"]
+            ] == ["b"]
+
+
+def test_what_was_not_kept_of_a_copys_work_is_a_conflict_until_it_is_gone(
+        workspace: Workspace) -> None:
+    workspace.write({"a": "0", ".gitignore": "build\n"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn(), (workspace.top / "large").open("wb") as file:
+        file.truncate(20 << 20)
+        workspace.write({"build/x": "x"})
+        os.mkfifo(workspace.top / "fifo")
+    for paths in ([], [], ["large"]):
+        left = workspace.call("merge", tree="origin", top=origin, paths=paths)["left"]
+        assert [row["path"] for row in left if row["conflict"]] == ["large"]
+    (workspace.top / "large").unlink()
+    workspace.call("snapshot")
+    assert workspace.call("merge", tree="origin", top=origin)["left"] == []
+
+
+def test_a_directory_of_many_files_is_no_slower_than_many_directories(workspace: Workspace) -> None:
+    """What git does with a tree must not cost the square of its entries."""
+    (workspace.top / "all").mkdir()
+    for at in range(30_000):
+        (workspace.top / "all" / f"file{at}").touch()
+    workspace.call("snapshot")  # ends within the time that call() gives
+    with workspace.turn():
+        (workspace.top / "all" / "file7").write_text("x")
+    assert [*rows(workspace.call("diff", turn="t1"))] == ["all/file7"]
 
 
 def test_a_copy_with_a_repository_of_its_own_is_merged_into_a_linked_worktree(
@@ -1045,7 +1115,7 @@ def test_a_full_store_ends_the_snapshot_and_opens_again(workspace: Workspace) ->
         workspace.write({"a": "1"})
         workspace.call("snapshot")
         (workspace.top / "big").write_bytes(os.urandom(2 << 20))
-        assert "Out of diskspace" in workspace.call("snapshot", fails=1)["error"]
+        assert "No space left" in workspace.call("snapshot", fails=1)["error"]
         (workspace.top / "big").unlink()
         workspace.call("snapshot")
     finally:
@@ -1110,7 +1180,7 @@ def test_an_ordinary_user_sees_and_restores_what_it_may(workspace: Workspace) ->
     found = rows(call("diff", user=USER, turn="t1"))
     assert {*found} == {"mine/a", "secret"} and found["secret"]["seen"] == "unreadable"
     assert call("undo", user=USER)["left"] == [
-        {"path": "secret", "why": "it cannot be read", "conflict": False}]
+        {"path": "secret", "why": "it cannot be read", "conflict": True}]
     assert (workspace.top / "mine/a").read_text() == "1"
 
 
