@@ -183,7 +183,7 @@ def test_one_file_is_undone_with_the_keyboard_and_another_ones_edit_stays(
 
     of = f".change[data-turn='{id}']"
     page.click("[aria-label='Undo c']")
-    page.see("There is nothing to undo.", f"{of} [role=status]")
+    page.see("Nothing would change.", f"{of} [role=status]")
     page.see("c — both have changed it", f"{of} [role=status]")
     page.click(f"{of} {ACT}")
     confirm(page, "changes 2 paths:", "Left as before: 1 path", "c — both have changed it")
@@ -410,7 +410,8 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
     assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
     assert (top / "new").exists() and not (top / ".git").exists()
     page.click(labelled(f"Merge {names[1]}"))  # whose own differs
-    confirm(page, "Left as before: 2 paths", "own — both have changed it")
+    page.see("Nothing would change.", ".copies .card:nth-child(2)")
+    page.see("own — both have changed it", ".copies .card:nth-child(2)")
     assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
     for name in names:
         assert service.request("DELETE", f"/api/sessions/{name}?force=1").status == 200
