@@ -343,7 +343,7 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
     """What a container answers in place of its shadow."""
     event = {"id": "t", "kind": "turn", "when": "2026-11-22T00:00:00Z", "what": "prompt",
              "command": "say", "after": "1", "files": 1, "added": 1, "deleted": 1, "risky": 1,
-             "undone": False, "turns": ["t"], "paths": [""]}
+             "state": "", "turns": ["t"], "paths": [""]}
     file = {"path": "a", "status": "modified", "oldMode": "100644", "newMode": "100755", "size": 1,
             "binary": False, "added": 1, "deleted": 1, "risk": ["odd"], "kept": True, "why": "w",
             "patch": "@@ -1 +1 @@\n-a\n+b\n", "truncated": False}
@@ -353,7 +353,7 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
                  for field in whole for index, value in enumerate(ODD)]
         return [*ODD, *found, {**whole, key: "the-last-one"}]
 
-    log = {"turns": variants(event, "id"), "bytes": {}, "read": []}
+    log = {"turns": variants(event, "id"), "read": []}
     diff = {"files": variants(file, "path"), "more": "x"}
     page.goto(f"http://{service.address}/")
     page.eval(f"""(async () => {{
@@ -409,10 +409,18 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
     page.see("Merged: 3 paths:", ".copies .card:nth-child(1)")
     assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
     assert (top / "new").exists() and not (top / ".git").exists()
-    page.click(labelled(f"Merge {names[1]}"))  # whose own differs
+    page.click(labelled(f"Merge {names[1]}"))  # whose own differs, and stands in the way
     page.see("Nothing would change.", ".copies .card:nth-child(2)")
     page.see("own — both have changed it", ".copies .card:nth-child(2)")
     assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
+    open_changes(page, service, names[0])
+    page.see("Merged", ".change:first-child .what")
+    page.click(labelled("Undo Merged"))
+    confirm(page, "deleted new")
+    page.see("Undone: 3 paths:", ".change [role=status]")
+    assert (top / "file").read_text() == "one\ntwo\nthree\n" and not (top / "new").exists()
+    open_changes(page, service, session)
+    page.see("Ask several agents")
     for name in names:
         assert service.request("DELETE", f"/api/sessions/{name}?force=1").status == 200
     page.wait("!document.querySelector('.card')")
