@@ -1234,6 +1234,7 @@ def delete_session(app: App, request: Request, params: Params) -> Answer:
     for folder in list(ENDED_JOBS):
         if folder.startswith(job_folder(session.name) + "/"):
             ENDED_JOBS.pop(folder, None)
+    app.changes.logs.pop(session.name, None)
     app.sessions.expire()
     app.terminals.close_all(session.name, "removed")
     return json_answer({"ok": True})
@@ -1854,8 +1855,8 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
 
 
 # --- Changes ---
-# What turns have changed: the answers of static/image/shadow.py, for each of which a container
-# starts: the log is kept for a moment, and until a job has begun or ended or something was undone.
+# What turns have changed: the answers of static/image/shadow.py. A container starts for each, so
+# the log is kept for a moment, unless a job has begun or ended, or something was undone.
 
 
 class Changes:
@@ -1879,13 +1880,27 @@ class Changes:
             state = [session.id, *((job["id"], job["state"]) for job in jobs)]
             if (not kept or kept[0] != state or time.monotonic() - kept[1] > LOG_SECONDS
                     or (anew and kept is asked)):
-                from sandbox_changes import mark_overlaps
+                from sandbox_changes import turns_of
 
-                answer = ask_shadow(engine, session, "log", {})
-                mark_overlaps(answer["turns"])
-                kept = state, time.monotonic(), {**answer, "read": iso(time.time())}
-                self.logs[session.name] = kept
+                session.created()  # raises where its labels are not whole
+                read = {"turns": turns_of(engine, session), "read": iso(time.time())}
+                kept = self.logs[session.name] = state, time.monotonic(), read
             return kept[2]
+
+    def ask(self, engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+            writable: bool = False) -> Answer:
+        """What the shadow answers about a turn. Raises SandboxError."""
+        import sandbox_changes
+
+        session.created()  # raises where its labels are not whole
+        known = self.log(engine, session, False)["turns"] if session.copy else []
+        tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
+        bounds = sandbox_changes.bounds(sandbox.session_config(session))
+        request = {**bounds, "when": iso(time.time()), "tree": tree, **request}
+        if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
+            raise WebError("too_large", "these are too many paths", "name directories")
+        return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
+                                                         tree != "main"))
 
     @contextmanager
     def alone(self, session: Session) -> Iterator[None]:
@@ -1900,17 +1915,6 @@ class Changes:
         finally:
             self.undoing.discard(session.name)
             self.logs.pop(session.name, None)
-
-
-def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
-               writable: bool = False) -> dict[str, Any]:
-    """The shadow's answer. Raises SandboxError."""
-    import sandbox_changes
-
-    session.created()  # raises where its labels are not whole
-    bounds = sandbox_changes.bounds(sandbox.session_config(session))
-    request = {**bounds, "when": iso(time.time()), **request}
-    return dict(sandbox_changes.ask_shadow(engine, session, verb, request, writable))
 
 
 def changes_answer(data: object) -> Answer:
@@ -1935,22 +1939,22 @@ def get_changes(app: App, request: Request, params: Params) -> Answer:
     return changes_answer(app.changes.log(*find(params["session"]), again == 1))
 
 
-def get_diff(_app: App, request: Request, params: Params) -> Answer:
+def get_diff(app: App, request: Request, params: Params) -> Answer:
     """The files of a turn, or of all; ?path= is of one, ?patch=1 with their patches."""
     query = request.query
     wanted = {"turn": query.get("turn", ""), "patch": request.number("patch", 0, 0, 1) == 1,
               "paths": [a_path(query["path"])] if "path" in query else []}
-    return changes_answer(ask_shadow(*find(params["session"]), "diff", wanted))
+    return app.changes.ask(*find(params["session"]), "diff", wanted)
 
 
 def change_route(verb: str) -> Callable[[App, Request, Params], Answer]:
     """A route that undoes or does again."""
     def post(app: App, request: Request, params: Params) -> Answer:
-        data = fields(request.json(), turn=str, only=bool, paths=list, dry=bool)
+        data = {"turn": "", **fields(request.json(), turn=str, only=bool, paths=list, dry=bool)}
         data["paths"] = [a_path(path) for path in data.get("paths", [])]
         engine, session = find(params["session"])
         with app.changes.alone(session):
-            return changes_answer(ask_shadow(engine, session, verb, data, not data.get("dry")))
+            return app.changes.ask(engine, session, verb, data, not data.get("dry"))
 
     return post
 
