@@ -43,7 +43,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
@@ -187,8 +187,10 @@ def whole_git(path: str) -> str:
     return "/".join(path.split("/")[: parts.index(".git") + 1]) if ".git" in parts else path
 
 
-def below(path: str, tops: Sequence[str] | set[str]) -> bool:
-    return any(path == top or path.startswith(f"{top}/") or not top for top in tops)
+def below(path: str, tops: Container[str]) -> bool:
+    while path and path not in tops:
+        path = path.rpartition("/")[0]
+    return path in tops
 
 
 # --- The store: packs, git on objects, the state ---
@@ -865,6 +867,7 @@ class Restore:
     def __init__(self, walk: Walk, discard: bool) -> None:
         self.walk, self.store, self.discard = walk, walk.store, discard
         self.left, self.done, self.never = dict[str, str](), dict[str, str](), set[str]()
+        self.ours = set[int]()  # inodes that have lost a name by us
         self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
 
     def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
@@ -957,8 +960,12 @@ class Restore:
         except FileNotFoundError:
             st = None
         seen = None if self.changes[path][0] is None else self.walk.key(path) or ""
-        if (st and ("" if stat.S_ISDIR(st.st_mode) else row_of(name, st))) != seen:
+        now = st and ("" if stat.S_ISDIR(st.st_mode) else row_of(name, st))
+        if st and now and seen and st.st_ino in self.ours:
+            now = (*now[:4], *seen[4:5], now[5])  # for its ctime tells that another name is gone
+        if now != seen:
             raise OSError("it has changed meanwhile")
+        self.ours.add(st.st_ino if st else 0)
 
     def remove(self, fd: int, name: str, path: str, old: Entry) -> None:
         self.check(fd, name, path)
@@ -1140,7 +1147,7 @@ class Request:
         if not re.fullmatch("[a-z]{1,20}", self.label):
             raise usage(f"{self.label!r} is no name of a tree")
         self.paths = [os.path.normpath(path) for path in self.take("paths", list, [])] or ["."]
-        if any(path.startswith(("/", "..")) or "\0" in path for path in self.paths):
+        if any(f"{path}/".startswith(("/", "../")) or "\0" in path for path in self.paths):
             raise usage("paths begin at the top of the workspace")
         self.paths = ["" if path == "." else path for path in self.paths]
         self.agents = self.take("agents", list, [])
