@@ -55,7 +55,7 @@ LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
 SHARED = 500  # directories from which on a second process helps
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
-FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
+FILE, LINK, DIR, NOTE = "file", "link", "dir", "note"
 KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
 MARKS = "=", ":m=", ":s="
 PIPE, DEVNULL = -1, -3  # subprocess's
@@ -235,7 +235,7 @@ class Store:
         if os.path.exists(self.at("tmp")):
             clear(self.at("tmp"))
         self.reader: subprocess.Popen[bytes] | None = None
-        self.notes: dict[str, bytes] = {}
+        self.note = functools.cache(self.get)
 
     def at(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -288,11 +288,6 @@ class Store:
         if len(data) <= size:
             raise damaged(f"object {id[:12]} cannot be read")
         return data[:-1]
-
-    def note(self, id: str) -> bytes:
-        if id not in self.notes:
-            self.notes[id] = self.get(id)
-        return self.notes[id]
 
     # Trees
 
@@ -779,7 +774,8 @@ class Walk:
                 if stat.S_ISLNK(mode):
                     return row, "=", os.readlink(os.fsencode(name), dir_fd=fd), b"120000"
                 if not stat.S_ISREG(mode):
-                    return note(special(mode))
+                    return note({stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(
+                        stat.S_IFMT(mode), "device"))
                 if size > WHOLE_BYTES or size > IGNORED_BYTES and self.rules.ignored(path, False):
                     return note("large", size, *times)
                 if self.pack.size > self.most:
@@ -849,10 +845,6 @@ class Walk:
 
 def not_kept(kind: str) -> str:
     return NOT_KEPT.get(kind, f"it is a {kind}")
-
-
-def special(mode: int) -> str:
-    return {stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(stat.S_IFMT(mode), "device")
 
 
 # --- Restoring ---
