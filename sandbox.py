@@ -5,6 +5,7 @@
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
     sandbox recreate demo -p 80:80   a new container for it, its conversations stay
     sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
+    sandbox log | diff | undo | redo what agents have changed, and back
     sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
@@ -2642,9 +2643,9 @@ def recreation(session: Session, flags: Layer,
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
-    kept["workspace"] = have.get("workspace", "mount")
     kept |= {name: value for name, value in flags.values.items()
-             if KEYS[name].fixed or name in ("envFile", "workspace")}
+             if KEYS[name].fixed or name == "envFile"}
+    kept["workspace"] = flags.values.get("workspace", have.get("workspace", "mount"))
     if "network" in flags.values:
         now = session_config(session).get("network")
         kept["network"] = with_rules(now, flags.values["network"])
@@ -5492,8 +5493,8 @@ def prune_engine(engine: Engine, dry_run: bool, copies: bool) -> None:
 
 
 def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
-    """The proxies, then the volumes of no session: a name, and the engine call that removes it; []
-    for a copy that was finished, unless `copies` are to go, too.
+    """The proxies and shadows, then the volumes of no session: a name, and the engine call that
+    removes it; [] for a copy that was finished, unless `copies` are to go, too.
     """
     import re
 
@@ -5512,6 +5513,8 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     used |= {volume.replace(COPY_VOLUME, STORE_VOLUME) for volume in kept}
     proxies = [row["name"] for row in rows
                if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
+    shadows = engine.read_list(engine.ask(engine.list_argv("sandbox.shadow", ())))
+    proxies += [row["name"] for row in shadows if row["state"] != "running"]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
             *((volume, [] if volume in kept else engine.argv("remove-volume", volume))
               for volume in volumes if volume not in used)]
@@ -5582,6 +5585,8 @@ def show_command(args: argparse.Namespace) -> int:
     lines.append(f"SANDBOX_ENV={quote_all([script])} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
+    if request.turn_of(engine, session, compose(request.base(), args.agent_args)):
+        lines.insert(0, "# and a snapshot before and after (--no-checkpoint: none)")
     if args.rm_on_exit:
         calls = [engine.argv("remove", session.name, *filter(None, [session.proxy]))]
         calls += [engine.argv("remove-volume", volume)

@@ -152,6 +152,7 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
+SILENT_SECONDS = 3  # after which a person is told what is waited for
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
 # that it begins.
 WAIT = """n=0
@@ -203,10 +204,17 @@ class Turn:
 
     def begin(self) -> None:
         """Have the first snapshot. Raises SandboxError."""
+        import select
+
         try:
             if not self.asked:
                 self.start()
             assert self.asked
+            answers = select.poll()
+            answers.register(self.asked.output.out, select.POLLIN)
+            if not answers.poll(SILENT_SECONDS * 1000):
+                spec, _ = self.session.created()
+                sandbox.say(f"taking a snapshot of {spec['directory']}")
             self.asked.answer()
         except SandboxError as error:
             if self.must:
@@ -228,8 +236,12 @@ class Turn:
         if known and known[1].store == self.session.store:  # else it was removed meanwhile
             ended = sandbox.iso_seconds(time.time())
             request = {**self.bounds, "end": self.about["id"], "ended": ended}
-            answer = ask_shadow(self.engine, self.session, "snapshot", request)
-            self.changes = summary(answer.get("turn"))
+            try:
+                answer = ask_shadow(self.engine, self.session, "snapshot", request)
+                self.changes = summary(answer.get("turn"))
+            except Refused:
+                if self.must:  # else there may have been no beginning
+                    raise
 
     def __enter__(self) -> Turn:
         if not self.asked:
@@ -249,12 +261,14 @@ class Turn:
         if self.lasts or isinstance(error, sandbox.Left):
             self.release(b"")
             return
+        word = b""
         try:
             self.end()
+            word = b"ended"
         except SandboxError as failure:
             sandbox.say(f"no snapshot could be taken after it: {failure.message}")
         finally:
-            self.release(b"ended")
+            self.release(word)
 
     def release(self, word: bytes) -> None:
         """Tell who watches that there is nothing to do, or with b"" that it has to."""
@@ -396,7 +410,7 @@ def visible(c: str) -> str:
 def shown_line(text: str, code: str = "", colour: bool = False) -> str:
     """A line as a terminal may get it: what it would obey is visible, in colour also reversed."""
     text, more = text[:LINE_CHARS], len(text) - LINE_CHARS
-    if not text.isprintable():
+    if not text.replace("\t", "").isprintable():
         form = "\x1b[7m{}\x1b[27m" if colour else "{}"
         text = "".join(c if c.isprintable() or c == "\t" else form.format(visible(c))
                        for c in text)
@@ -478,9 +492,9 @@ def stat_lines(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
     """The turn that a word means: an id, the beginning of one, -1 for the last; None for a path."""
-    number = word[1:] if word[:1] == "-" else ""
-    if number.isdecimal() and 0 < int(number[:9]) <= len(turns):
-        return turns[-int(number)]
+    number, real = word[1:] if word[:1] == "-" else "", [t for t in turns if t["kind"] == "turn"]
+    if number.isdecimal() and 0 < int(number[:9]) <= len(real):
+        return real[-int(number)]
     found = [turn for turn in turns if turn["id"].startswith(word)] if word else []
     found = [turn for turn in found if turn["id"] == word] or found
     if len(found) > 1 or found and exists and found[0]["id"] != word:
@@ -488,7 +502,7 @@ def pick_turn(turns: Sequence[Row], word: str, exists: bool) -> Row | None:
         raise SandboxError(f"{word} may be {names}{' or a path' if exists else ''}",
                            f"write more of the id{f', or ./{word}' if exists else ''}", 2)
     if number.isdecimal():
-        raise SandboxError(f"there is no turn {word}: {len(turns)} are kept")
+        raise SandboxError(f"there is no turn {word}: {len(real)} are kept")
     return found[0] if found else None
 
 
@@ -522,7 +536,7 @@ def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str,
               word: str | None, writable: bool = False) -> dict[str, Any]:
     """The answer; `word` stood where a turn may stand."""
     try:
-        return ask_shadow(engine, session, verb, request, writable)
+        return ask_shadow(engine, session, verb, request, writable, request["tree"] != "main")
     except Refused as error:
         if word and error.kind == "missing":
             error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
@@ -573,8 +587,9 @@ def cmd_log(args: argparse.Namespace) -> int:
 def cmd_diff(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "diff")
     turn, paths = asked_for(args, session, turns_of(engine, session) if args.turn else [])
-    request = {"turn": turn["id"] if turn else "", "paths": paths, "now": True,
-               "agents": list(sandbox.AGENTS), "patch": not (args.stat or args.json)}
+    request = {"turn": turn["id"] if turn else "", "tree": turn["tree"] if turn else "main",
+               "paths": paths, "now": True, "agents": list(sandbox.AGENTS),
+               "patch": not (args.stat or args.json)}
     answer = ask_about(engine, session, "diff", request, None if turn else args.turn)
     rows, more = rows_of(answer, "files", FILE), answer.get("more")
     if args.json:
@@ -589,10 +604,9 @@ def cmd_diff(args: argparse.Namespace) -> int:
 
 def cmd_undo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "undo")
-    turns = [turn for turn in turns_of(engine, session)
-             if turn["kind"] in ("turn", "merge") and turn["tree"] == "main"]
+    turns = [turn for turn in turns_of(engine, session) if turn["kind"] in ("turn", "merge")]
     turn, paths = asked_for(args, session, turns)
-    left = [one for one in turns if not one["undone"]]
+    left = [one for one in turns if one["kind"] == "turn" and not one["undone"]]
     if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
     first = turn or left[-1]
@@ -603,8 +617,8 @@ def cmd_undo(args: argparse.Namespace) -> int:
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
     request = bounds(sandbox.session_config(session)) | {
-        "turn": first["id"], "only": not turn, "paths": paths, "dry": args.dry_run,
-        "when": sandbox.iso_seconds(time.time())}
+        "turn": first["id"], "tree": first["tree"], "only": not turn, "paths": paths,
+        "dry": args.dry_run, "when": sandbox.iso_seconds(time.time())}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
                        writable=not args.dry_run)
     say(f"turn {first['id']}{' and all since' if turn else ''}: {what_of(first)}")
@@ -617,8 +631,11 @@ def cmd_undo(args: argparse.Namespace) -> int:
 
 def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
-    request = bounds(sandbox.session_config(session)) | {"when": sandbox.iso_seconds(time.time())}
-    return tell(ask_shadow(engine, session, "redo", request, writable=True))
+    undos = [turn for turn in turns_of(engine, session)
+             if turn["kind"] == "undo" and not turn.get("redone")]
+    request = bounds(sandbox.session_config(session)) | {
+        "tree": undos[-1]["tree"] if undos else "main", "when": sandbox.iso_seconds(time.time())}
+    return tell(ask_about(engine, session, "redo", request, None, writable=True))
 
 
 def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
@@ -635,6 +652,8 @@ def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
     if not (changed or left):
         say("there was nothing to change")
     return 1 if any(row.get("conflict", True) for row in left) else 0
+
+
 # --- Copies ---
 # A session of its own copy has it in a volume. Nothing of the copy is mounted together with what
 # is the person's, but for the commits: see static/session/commits.sh.
@@ -699,8 +718,8 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
 
 
 def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str, Any]:
-    """Bring what was done in the copy of a session into its directory: the answer of the shadow's
-    merge, and "commits" with their number, the branch and a "problem". Raises SandboxError.
+    """Bring what was done in the copy of a session into its directory: what a shadow answers to
+    merge, and "commits" with their "count", the "branch" and a "problem". Raises SandboxError.
     """
     if not session.copy:
         raise SandboxError(f"{session.name} works on the directory itself: nothing is to merge",
@@ -712,9 +731,11 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     ask_shadow(engine, session, "snapshot", about)
     answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
                         not dry, origin=True)
-    left = [row for row in rows_of(answer, "left", {"path": str, "why": str})
+    changed = rows_of(answer, "changed", {"path": str, "status": str, "risk": list})
+    left = [row for row in rows_of(answer, "left", {"path": str, "why": str, "conflict": bool})
             if row["path"] != ".git"]  # of it only commits can come, which are counted
-    return {**answer, "left": left, "commits": bring_commits(engine, session, dry)}
+    return {"dry": dry, "changed": changed, "left": left,
+            "commits": bring_commits(engine, session, dry)}
 
 
 def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]:
@@ -765,10 +786,11 @@ def unmerged(engine: Engine, session: Session) -> str:
         answer = merge_copy(engine, session, dry=True)
     except SandboxError as error:
         return f"it is not known how much, for {error.message}"
-    paths = len(answer["changed"]) + sum(bool(row.get("conflict")) for row in answer["left"])
-    commits = answer["commits"]["count"]
-    return " and ".join(counted(number, what) for number, what in
-                        ((paths, "file"), (commits, "commit")) if number)
+    paths = len(answer["changed"]) + sum(row["conflict"] for row in answer["left"])
+    commits, problem = answer["commits"]["count"], answer["commits"]["problem"]
+    return " and ".join([*(counted(number, what) for number, what in
+                           ((paths, "file"), (commits, "commit")) if number),
+                         *([problem] if problem and not commits else [])])
 
 
 def counted(number: int, what: str) -> str:
@@ -781,7 +803,7 @@ def cmd_merge(args: argparse.Namespace) -> int:
         say(f"{session.name} runs: what it writes from now on comes with the next merge")
     answer = merge_copy(engine, session, args.dry_run)
     status, commits = tell(answer, args.dry_run), answer["commits"]
-    for line, _ in warnings(rows_of(answer, "changed", {"path": str, "risk": list})):
+    for line, _ in warnings(answer["changed"]):
         say(line)
     if commits["problem"]:
         say(f"its commits did not come: {commits['problem']}")

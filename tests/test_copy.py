@@ -473,7 +473,7 @@ def test_a_directory_that_leads_elsewhere_is_not_merged_into(repository: Copied,
     assert list(elsewhere.iterdir()) == []
     repository.project.unlink()
     refused = engine.sandbox("merge", name, cwd=elsewhere)
-    assert refused.returncode == 1 and "create the directory" in refused.stderr
+    assert refused.returncode == 1 and "is gone or leads" in refused.stderr
     assert "was not merged" in engine.sandbox("rm", name, cwd=elsewhere).stderr
     aside.rename(repository.project)
     assert repository.brought(name) == ["work"]
@@ -514,11 +514,22 @@ def test_an_agent_works_on_a_copy(engine: Engine, image: str, home: Path, projec
     copied.write(file="old\n")
     made = engine.sandbox("run", "-n", name, "--copy", "-x", STUB_ANSWERS)
     assert made.returncode == 0, made.stderr
-    ran = engine.sandbox("run", "-n", name, "-y", "c", "--", "-p", "go and run: echo agent >>file")
+    ran = engine.sandbox("run", "-n", name, "-y", "c", "--checkpoint", "--", "-p",
+                         "go and run: echo agent >>file; echo 1 >Makefile")
     assert "pong tool" in ran.stdout, ran
     assert copied.read("file") == "old\n"
-    assert copied.brought(name) == ["file"]
+    (turn,) = json.loads(engine.sandbox("log", name, "--json").stdout)
+    assert (turn["files"], turn["risky"]) == (2, 1)
+    assert "+agent" in engine.sandbox("diff", name).stdout
+    merged = copied.merge(name)
+    assert merged.stdout.split() == ["added", "Makefile", "modified", "file"]
+    assert "warning: Makefile: a build runs it" in merged.stderr
     assert copied.read("file") == "old\nagent\n"
+    undone = engine.sandbox("undo", name)  # of the turn, in the copy
+    assert undone.returncode == 0, undone.stderr
+    assert copied.read("file") == "old\nagent\n"
+    assert copied.brought(name) == ["Makefile", "file"]
+    assert copied.read("file") == "old\n" and not (copied.project / "Makefile").exists()
 
 
 @docker_only

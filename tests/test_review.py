@@ -187,11 +187,13 @@ def test_warnings_leave_room_for_the_rest(workspace: Workspace) -> None:
     assert lines[LISTED + 1] == "diff --git a/.vscode/000 b/.vscode/000"
 
 
-TURNS = [{"id": "3f2a9c01d4"}, {"id": "3f77777777"}, {"id": "01989f5c1a2-3f2a9c01d4"}]
+TURNS = [{"id": "3f2a9c01d4", "kind": "turn"}, {"id": "3f77777777", "kind": "turn"},
+         {"id": "undo-3", "kind": "undo"}, {"id": "01989f5c1a2-3f2a9c01d4", "kind": "turn"}]
 
 
-@pytest.mark.parametrize("word, at", [("3f2a9c01d4", 0), ("3f2", 0), ("3f7", 1), ("-1", 2),
-                                      ("-3", 0), ("0198", 2), ("src", None), ("", None)])
+@pytest.mark.parametrize("word, at", [("3f2a9c01d4", 0), ("3f2", 0), ("3f7", 1), ("-1", 3),
+                                      ("-3", 0), ("0198", 3), ("undo-3", 2), ("src", None),
+                                      ("", None)])
 def test_a_word_is_a_turn_where_it_names_one(word: str, at: int | None) -> None:
     assert pick_turn(TURNS, word, False) == (None if at is None else TURNS[at])
 
@@ -233,6 +235,17 @@ class Review:
     def log(self) -> Any:
         return json.loads(self.call("log", "--json"))
 
+    def write(self, files: dict[str, str]) -> None:
+        """As the person."""
+        for name, text in files.items():
+            path = self.top / name
+            for folder in reversed([*path.relative_to(self.top).parents][:-1]):
+                if not (self.top / folder).exists():
+                    (self.top / folder).mkdir()
+                    os.chown(self.top / folder, self.engine.uid, self.engine.gid)
+            path.write_text(text)
+            os.chown(path, self.engine.uid, self.engine.gid)
+
     def state(self) -> State:
         directory = Workspace.__new__(Workspace)
         directory.top = self.top
@@ -254,9 +267,7 @@ def review(engine: Engine, home: Path, project: Path, name: str, image: str) -> 
 def test_a_turn_is_shown_undone_and_redone(review: Review) -> None:
     lines = [f"{number}\n" for number in range(20)]
     text = "".join(lines)
-    for name, content in {"both": text, "gone": "g\n", "fight": "x\n", "mine": "a\n"}.items():
-        (review.top / name).write_text(content)
-        os.chown(review.top / name, review.engine.uid, review.engine.gid)
+    review.write({"both": text, "gone": "g\n", "fight": "x\n", "mine": "a\n"})
     (review.top / "gone").chmod(0o640)
     before = review.state()
     id = review.turn("""
@@ -281,8 +292,7 @@ def test_a_turn_is_shown_undone_and_redone(review: Review) -> None:
     planned = review.call("undo", "--dry-run")
     assert review.state() == after
     # The person has worked on, too.
-    (review.top / "both").write_text("".join(["agent\n", *lines[1:19], "person\n"]))
-    (review.top / "mine").write_text("person\n")
+    review.write({"both": "".join(["agent\n", *lines[1:19], "person\n"]), "mine": "person\n"})
     undone = review.call("undo")
     assert sorted(planned.splitlines()) == sorted(undone.splitlines())
     assert {"modified  both", "added     gone", "deleted   d/root"} < {*undone.splitlines()}
@@ -299,10 +309,9 @@ def test_a_turn_is_shown_undone_and_redone(review: Review) -> None:
 
 
 def test_a_conflict_is_named_and_left(review: Review) -> None:
-    (review.top / "fight").write_text("x\n")
-    (review.top / "other").write_text("x\n")
-    review.turn("sudo sh -c 'echo agent >fight; echo agent >other'")
-    (review.top / "fight").write_text("person\n")
+    review.write({"fight": "x\n", "other": "x\n"})
+    review.turn("echo agent >fight; echo agent >other")
+    review.write({"fight": "person\n"})
     assert review.call("undo", "--dry-run", fails=1) == "modified  other\n"
     assert review.said.endswith("sandbox: fight would stay as it is: both have changed it\n")
     assert review.call("undo", fails=1) == "modified  other\n"
@@ -312,9 +321,9 @@ def test_a_conflict_is_named_and_left(review: Review) -> None:
 
 
 def test_turns_and_paths_are_found_from_anywhere(review: Review) -> None:
-    (review.top / "src" / "deep").mkdir(parents=True)
-    first = review.turn("sudo sh -c 'echo 1 >src/deep/a; echo 1 >b'")
-    second = review.turn("sudo sh -c 'echo 2 >src/deep/a; echo 2 >c; echo 1 >./-1; echo 1 >a'")
+    review.write({"src/deep/a": "0\n"})
+    first = review.turn("echo 1 >src/deep/a; echo 1 >b")
+    second = review.turn("echo 2 >src/deep/a; echo 2 >c; echo 1 >./-1; echo 1 >a")
     src = review.top / "src"
     assert {*review.rows()} == {"src/deep/a", "a", "b", "c", "-1"}
     assert {*review.rows(first)} == {*review.rows("-2")} == {"src/deep/a", "b"}
@@ -327,8 +336,10 @@ def test_turns_and_paths_are_found_from_anywhere(review: Review) -> None:
     assert stat == ["modified         +1 -1  src/deep/a", "1 changed, +1 -1"]
     review.call("undo", "deep", cwd=src)
     assert (src / "deep" / "a").read_text() == "1\n" and (review.top / "c").exists()
+    assert not review.engine.sandbox("stop", review.name).returncode  # which does not matter
     review.call("undo", first)
-    assert sorted(os.listdir(review.top)) == ["src"] and os.listdir(src / "deep") == []
+    assert {*review.state()} == {b".", b"src", b"src/deep", b"src/deep/a"}
+    assert (src / "deep" / "a").read_text() == "0\n"
 
 
 def test_no_name_and_no_content_is_more_than_text(review: Review, workspace: Workspace) -> None:
@@ -352,8 +363,7 @@ def test_what_a_real_agent_did_is_taken_back(engine: Engine, home: Path, project
                                              image: str) -> None:
     write_stub_config(engine, home)
     review = Review(engine, name, project)
-    (project / "notes").write_text("1\n2\n3\n")
-    os.chown(project / "notes", engine.uid, engine.gid)
+    review.write({"notes": "1\n2\n3\n"})
     for words in (["-y", "c", "--", "--version"], ["-x", STUB_ANSWERS]):
         assert not engine.sandbox("run", "-n", name, *words).returncode
     before = review.state()
@@ -366,7 +376,7 @@ def test_what_a_real_agent_did_is_taken_back(engine: Engine, home: Path, project
     (turn,) = review.log()
     assert (turn["what"], turn["state"]) == ("agent", "")
     assert turn["id"] in review.call("log") and "+agent\n" in review.call("diff", turn["id"][:6])
-    (project / "notes").write_text("agent\n2\nthe person's\n")
+    review.write({"notes": "agent\n2\nthe person's\n"})
     review.call("undo", turn["id"][:6])
     assert (project / "notes").read_text() == "1\n2\nthe person's\n"
     assert review.state() | {b"notes": before[b"notes"]} == before
@@ -383,7 +393,7 @@ def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     wait_for(lambda: (review.top / "second").exists())
     turn = review.log()[0]
     assert turn["state"] == "running"
-    # NOW     assert {*review.rows(turn["id"])} == {"second"}
+    assert {*review.rows(turn["id"])} == {"second"}
     for words in ([], [turn["id"]], ["-2"], ["second"]):
         review.call("undo", *words, fails=1)
         assert f"nothing was undone, for {turn['id']} still runs" in review.said
@@ -399,6 +409,33 @@ def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     (review.top / "done").touch()
     wait_for(lambda: review.log()[1]["after"])
     assert {*review.state()} == {b".", b"first", b"third"}
+    assert {*review.rows(turn["id"])} == {"third"}
+    assert review.call("undo") == "deleted   third\n"
+    assert {*review.state()} == {b".", b"first"}
+
+
+def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, project: Path,
+                                                  name: str, image: str) -> None:
+    write_config(home, imageName=image.partition(":")[0], network="none")
+    review = Review(engine, name, project)
+    review.write({"both": "1\n2\n3\n4\n5\n"})
+    made = engine.sandbox("run", "-n", name, "--copy", "-x", "true")
+    assert not made.returncode, made
+    turn = review.turn("sed -i s/1/agent/ both; echo new >new")
+    assert {*review.state()} == {b".", b"both"} and {*review.rows(turn)} == {"both", "new"}
+    review.call("merge")
+    merged = review.state()
+    (merge,) = [row["id"] for row in review.log() if row["kind"] == "merge"]
+    assert {*review.rows(merge)} == {"both", "new"}
+    review.write({"both": "agent\n2\n3\n4\nperson\n"})
+    review.call("undo", merge)
+    assert (project / "both").read_text() == "1\n2\n3\n4\nperson\n"
+    assert {*review.state()} == {b".", b"both"}
+    review.call("redo")
+    assert (project / "both").read_text() == "agent\n2\n3\n4\nperson\n"
+    assert {*review.state()} == {*merged}
+    assert review.call("undo").splitlines() == ["modified  both", "deleted   new"]
+    assert {*review.state()} == {*merged}, "of the copy"
 
 
 def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
@@ -427,7 +464,7 @@ def test_a_mistake_is_said_and_nothing_is_done(review: Review) -> None:
         assert re.search("no snapshot yet|nothing to (un|re)do", review.said)
     assert review.call("log") == "" and "--checkpoint" in review.said
     assert review.call("log", "--json") == "[]\n"
-    review.turn("sudo sh -c 'echo 1 >a'")
+    review.turn("echo 1 >a")
     before = review.state()
     for command, word, status, message in BAD:
         assert review.call(command, word, fails=status) == ""

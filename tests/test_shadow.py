@@ -776,6 +776,31 @@ def test_a_turn_that_was_never_ended_ends_with_the_next_snapshot(workspace: Work
     assert list(rows(workspace.call("diff", turn="killed"))) == ["a"]
 
 
+def test_a_turn_that_runs_is_seen_and_undone_so_far(workspace: Workspace) -> None:
+    workspace.call("diff", now=True, fails=1)  # and begins no store
+    workspace.call("snapshot", turn={"id": "runs"})
+    workspace.write({"first": "1"})
+    assert workspace.call("diff", turn="runs")["files"] == []
+    assert list(rows(workspace.call("diff", turn="runs", now=True))) == ["first"]
+    assert list(rows(workspace.call("diff", now=True))) == ["first"]
+    workspace.call("undo")
+    workspace.write({"second": "2"})
+    workspace.call("snapshot", end="runs")
+    workspace.write({"persons": "3"})
+    assert list(rows(workspace.call("diff", turn="runs", now=True))) == ["second"]
+    workspace.call("undo")
+    assert sorted(workspace.state()) == [b".", b"persons"]
+    assert workspace.call("undo", fails=1)["kind"] == "nothing"
+
+
+def test_a_turn_that_was_undone_at_its_end_stays_so(workspace: Workspace) -> None:
+    workspace.call("snapshot", turn={"id": "runs"})
+    workspace.write({"first": "1"})
+    workspace.call("undo")
+    workspace.call("snapshot", end="runs")
+    assert workspace.call("undo", fails=1)["kind"] == "nothing"
+
+
 def test_a_file_in_the_way_of_a_directory_is_left(workspace: Workspace) -> None:
     workspace.write({"to-file/x": "x", "to-dir": "d", "mode/x": "x"})
     with workspace.turn():

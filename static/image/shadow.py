@@ -5,7 +5,8 @@
     snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
               only looks. All take "keep" and "maxBytes", and "agents", names that are risky below
     log       {}: the turns, undos, redos and merges that are kept, with "paths" ([""]: all)
-    diff      {"turn": ID, "paths": […], "patch": true}; without a turn since the first snapshot
+    diff      {"turn": ID, "paths": […], "patch": true, "now": true}; without a turn since the first
+              snapshot; now: up to a new one, unless it is of a turn that has ended
     undo      {"turn": ID, "only": true, "paths": […], "dry": true, "discard": true}: the last turn
               that is not undone, or all since this one, or only this one; discard: what was never
               kept may go, too
@@ -1201,6 +1202,10 @@ class Request:
         if turn:
             event = self.event("turn", walk.tree, **about)
         elif event:
+            if event.get("undone") and not event["after"]:  # what it has done since is not
+                event["undone"] = walk.tree == [
+                    undo["after"] for undo in self.events
+                    if undo["kind"] == "undo" and event["id"] in undo["turns"]][-1]
             event |= about | {"after": walk.tree}
             event |= self.totals(event["before"], walk.tree)
         return self.finish(tree=walk.tree, turn=event)
@@ -1222,11 +1227,13 @@ class Request:
         if not now:
             raise Failure("there is no snapshot yet", "One is taken when an agent runs.",
                           "nothing")
-        if turn := self.take("turn", str, ""):
-            event = self.find(turn)
+        turn = self.take("turn", str, "")
+        event = self.find(turn) if turn else None
+        if self.take("now", bool, False) and not (event and event["after"]):
+            now = self.walk().tree
+        old, new = self.store.state["first"][self.label], now
+        if event:
             old, new = event["before"], self.after(event, now)
-        else:
-            old, new = self.store.state["first"][self.label], now
         rows = differences(self.store, old, new, self.paths, self.take("patch", bool, False),
                            self.agents)
         if self.paths != [""] and not rows:
