@@ -391,36 +391,30 @@ class Store:
 
     def prune(self, keep: int, most: int) -> int:
         """Forget the oldest until the rest fits; returns how many."""
-        events, size = self.state["events"], sum(self.state["packs"].values())
+        events, packs = self.state["events"], self.state["packs"]
         dropped = max(0, len(events) - max(1, keep))
-        if size <= most and len(self.state["packs"]) <= 2 * PACKS:
-            if dropped:
-                self.state["base"] = self.merged(events[:dropped])
-                del events[:dropped]
-                self.save()
-            return dropped
-        while True:
-            roots = {tree for event in events[dropped:] for tree in (event["before"],
-                     event["after"], event.get("theirs")) if tree}
-            bases = self.merged(events[:dropped])
-            roots |= {*self.state["last"].values(), *self.state["first"].values(), *bases.values()}
-            listed = "".join(f"{tree}\n" for tree in sorted(roots)).encode()
-            used = int(self.git("rev-list", "--objects", "--disk-usage", "--stdin", given=listed))
-            if used <= most or dropped >= len(events) - 1:
-                break
-            dropped += 1
-        old = self.pack_sizes()
-        if not dropped and len(old) <= 3:  # of one pack
-            return 0
-        self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
-                 os.path.join(self.packs, "pack"), given=listed)
-        self.state["base"] = bases
-        del events[:dropped]
-        new = self.pack_sizes()
-        self.state["packs"] = {name: size for name, size in new.items() if name not in old} or new
-        write(self.at("state.json"), json.dumps(self.state).encode())
-        for name in old.keys() - self.state["packs"].keys():
-            os.unlink(os.path.join(self.packs, name))
+        if sum(packs.values()) > most or len(packs) > 2 * PACKS:
+            while True:
+                trees = [self.state["last"], self.state["first"], self.merged(events[:dropped])]
+                roots = {tree for known in trees for tree in known.values()}
+                roots |= {tree for event in events[dropped:] for tree in (
+                    event["before"], event["after"], event.get("theirs")) if tree}
+                given = "".join(f"{tree}\n" for tree in sorted(roots)).encode()
+                used = self.git("rev-list", "--objects", "--disk-usage", "--stdin", given=given)
+                if int(used) <= most or dropped >= len(events) - 1:
+                    break
+                dropped += 1
+            if dropped or len(packs) > 3:  # than of one pack
+                self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
+                         os.path.join(self.packs, "pack"), given=given)
+                new = self.pack_sizes()
+                self.state["packs"] = {name: new[name] for name in new.keys() - packs} or new
+        if dropped or self.state["packs"] != packs:
+            self.state["base"] = self.merged(events[:dropped])
+            del events[:dropped]
+            self.save()
+            for name in packs.keys() - self.state["packs"].keys():
+                os.unlink(os.path.join(self.packs, name))
         return dropped
 
 
@@ -600,7 +594,8 @@ class Walk:
             if path.rpartition("/")[0] not in inside:
                 shared[path], below = below, []
         self.answers, answer = os.pipe()
-        if not os.fork():
+        self.child = os.fork()
+        if not self.child:
             try:
                 self.looks, self.shared, same = True, {}, list[str]()
                 for path in shared:
@@ -620,7 +615,7 @@ class Walk:
         """Where the child has found nothing new; elsewhere we must look ourselves."""
         with open(self.answers, "rb") as file:
             found = {*os.fsdecode(file.read()).split("\0")}
-        os.wait()
+        os.waitpid(self.child, 0)
         return found
 
     def read_cache(self) -> dict[str, Folder]:
