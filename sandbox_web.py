@@ -109,6 +109,8 @@ CHUNK_BYTES = 64 * 1024
 RING_BYTES = WINDOW_BYTES = 1024 * 1024
 MESSAGE_BYTES = 1024 * 1024
 STALL_SECONDS = 5  # a viewer that takes nothing for so long no longer holds the program up
+FLOOD_BYTES, FLOOD_SECONDS = 8192, 0.2  # at once, after which output counts as a flood for so long
+REST_SECONDS = 0.004  # between two pieces of a flood, for each other one
 PING_SECONDS = 30  # the kernel ends a connection whose other end is gone, however slow it was
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
@@ -2191,6 +2193,7 @@ class Terminal:
         self.status: int | None = None
         self.ended = self.closing = False
         self.cuts = 0  # of clients, one soon after the other
+        self.flooding = self.resting = 0.0  # until when it counts as a flood, and reads nothing
         self.end_seen = 0.0  # when a viewer was last told of the end
         self.thread = threading.Thread(target=self.pump, daemon=True)
         self.wake_read, self.wake_write = os.pipe()
@@ -2382,7 +2385,7 @@ class Terminal:
         poller = select.poll()
         poller.register(self.wake_read, select.POLLIN)
         if not self.ended:
-            reads = select.POLLIN if self.may_read() else 0
+            reads = select.POLLIN if self.may_read() and not self.rest_seconds() else 0
             writes = select.POLLOUT if self.input and (self.greeted or not self.held) else 0
             if self.held:
                 for fd, mask in ((self.out, reads), (self.master, writes), (self.err, 1)):
@@ -2406,7 +2409,23 @@ class Terminal:
         """Seconds until something may have to be done without an event."""
         if self.ended:
             return 1.0 if self.viewers else 60.0
-        return float(PING_SECONDS if self.may_read() and not self.arriving else 1)
+        most = PING_SECONDS if self.may_read() and not self.arriving else 1
+        return self.rest_seconds() or float(most)
+
+    def rest_seconds(self) -> float:
+        """How long to leave the output where it is.
+
+        Several floods together go on at some 10 MB/s, faster than anybody reads: at full speed they
+        would take all processors, and what is typed in another terminal would wait for them.
+        """
+        return max(0.0, self.resting - time.monotonic())
+
+    def rest(self) -> None:
+        """After a piece of a flood: the longer, the more there are."""
+        now = time.monotonic()
+        self.flooding = now + FLOOD_SECONDS
+        others = sum(terminal.flooding > now for terminal in self.app.terminals.all()) - 1
+        self.resting = now + REST_SECONDS * others
 
     def is_ready(self) -> bool:
         """Whether the ring has what the holder had kept when it greeted us; else a viewer waits."""
@@ -2429,6 +2448,8 @@ class Terminal:
         except (OSError, ValueError):  # EIO: nobody has the other end open any more
             over = True
         if size:
+            if size >= FLOOD_BYTES:
+                self.rest()
             for viewer in self.viewers:
                 self.flush(viewer)
             new = self.ring.end - max(before, self.awaited, self.ring.first)
