@@ -5,6 +5,7 @@
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
     sandbox recreate demo -p 80:80   a new container for it, its conversations stay
     sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
+    sandbox log | diff | undo | redo what agents have changed, and back
     sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
@@ -653,6 +654,7 @@ def an_environment(value: Any) -> dict[str, str]:
     return value
 
 
+WORKSPACES = ("mount", "copy")
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 
 
@@ -704,6 +706,7 @@ KEYS = {key.name: key for key in (
         "host directory to mount; default: the current one", fixed=True, part_of="directory"),
     Key("containerPath", an_absolute_path, "--cp --container-path", "DIR",
         "where it is mounted; default: same path", fixed=True, part_of="workdir"),
+    Key("workspace", one_of(WORKSPACES, "a workspace"), default="mount"),
     Key("volumes", a_volume, "-v --volume", "HOST:CONTAINER[:ro|z|Z]", "another mount",
         kind="list", fixed=True),
     Key("ports", a_port, "-p --port", "[IP:]HOST:CONTAINER",
@@ -743,7 +746,8 @@ KEYS = {key.name: key for key in (
         kind="list", of="serve"),
     Key("runtime", an_engine, "--rt --runtime", "ENGINE",
         "{engines}; default: the first that answers",
-        of="run ps attach logs stop start cp rm recreate rename net prune build doctor serve",
+        of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
+           "build doctor serve",
         variable="SANDBOX_RUNTIME", above_file=True),
 )}
 
@@ -1604,27 +1608,31 @@ class Engine:
     def closed_argv(self, name: str, image: str, command: Sequence[str], *,
                     labels: Mapping[str, str], limits: Mapping[str, Any],
                     capabilities: Sequence[str], binds: Sequence[tuple[str, str, str]],
-                    volumes: Sequence[str]) -> list[str]:
-        """Runs a command as root, with our stdin, in a new container that reaches nothing but what
-        is mounted, and removes that.
+                    volumes: Sequence[str] = (), user: str = "0:0") -> list[str]:
+        """Runs a command, with our stdin, in a new container that reaches nothing but what is
+        mounted, and removes that.
         """
-        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", "0:0",
-                "--workdir", "/", "--network", "none", "--read-only", "--log-driver", "none",
-                "--security-opt", "no-new-privileges", "--cap-drop", "ALL",
-                *(f"--cap-add={capability}" for capability in capabilities), *self.create_flags,
-                *(f"--{limit}={value}" for limit, value in limits.items()),
+        # With --sig-proxy the end of the client would wait for that of the container.
+        argv = [self.name, "run", "--rm", "-i", "--sig-proxy=false", "--pull", "never",
+                "--name", name, "--user", user, "--workdir", "/", "--network", "none",
+                "--read-only", "--log-driver", "none", "--security-opt", "no-new-privileges",
+                "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
+                *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
                 *each("--label", map("=".join, labels.items()))]
         for bind in binds:
             argv += self.bind_argv(*bind)
         return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
     def bind_argv(self, host: str, container: str, options: str) -> list[str]:
-        """A mount that fails when the host path does not exist; paths may hold any character."""
+        """A mount that fails when the host path does not exist; paths may hold any character. What
+        is no path is a volume.
+        """
         chosen = options.split(",") if options else []
         if "z" in chosen or "Z" in chosen:  # docker's --mount knows no relabelling
             return ["--volume", f"{host}:{container}:{options}"]
-        fields = ["type=bind", f"source={host}", f"target={container}",
-                  *(["readonly"] if "ro" in chosen else [])]
+        kind = "bind" if host.startswith("/") else "volume"
+        fields = [f"type={kind}", f"source={host}", f"target={container}",
+                  *(["readonly" if kind == "bind" else "ro"] if "ro" in chosen else [])]
         return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f
                                     for f in fields)]
 
@@ -2132,6 +2140,9 @@ class Session:
         # the container and the name, so it is named as that.
         id = home.removeprefix(HOME_VOLUME) if ours else labels.get("sandbox.session", "")
         self.store = f"{STORE_VOLUME}{id}" if is_plain(id, "") else ""
+        # The volume with its copy of the directory; '' where it works on the directory itself.
+        copied = ours and labels.get("sandbox.workspace") == "copy"
+        self.copy = f"{COPY_VOLUME}{id}" if copied else ""
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What it was created from, and the settings that came from flags or name its agent.
@@ -2183,6 +2194,8 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         raise ValueError("git")
     if isinstance(network, dict) != (labels.get("sandbox.network") == "allow"):
         raise ValueError("network")
+    if (spec.get("workspace") == "copy") != (labels.get("sandbox.workspace") == "copy"):
+        raise ValueError("workspace")
 
 
 def settings_path(name: str) -> str:
@@ -2236,7 +2249,9 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
     settings = read_settings(session.name) if settings is None else settings
     if profile is None and session.profile in data.get("runs", {}):
         profile = session.profile
-    kept = session.created()[1] if kept is None else kept
+    if kept is None:
+        have, kept = session.created()
+        kept = {**kept, "workspace": have.get("workspace", "mount")}
     env = {name: os.environ[name] for name in session.variables() if name in os.environ}
     kept = {**kept, "env": env} if env else kept
     created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
@@ -2329,10 +2344,13 @@ def spec_of(config: Config) -> dict[str, Any]:
     paths = (directory, *(volume.split(":")[0] for volume in volumes))
     spec = {"sources": [resolved(path) for path in paths], "image": config.image,
             "directory": directory, "workdir": config.get("containerPath") or directory}
+    if config.get("workspace") == "copy":
+        spec["workspace"] = "copy"
     for key in KEYS.values():
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
-    if not is_folder_of_ours(f"{spec['sources'][0]}/.git"):  # of a worktree both are read-only
+    # Of a worktree both are read-only, and of a copy none is the host's.
+    if "workspace" in spec or not is_folder_of_ours(f"{spec['sources'][0]}/.git"):
         spec["protect"] = []
     return spec | {"git": git_of(spec)}
 
@@ -2396,6 +2414,7 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str,
         "sandbox.home": home or new_home(),
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
+        **({"sandbox.workspace": "copy"} if spec.get("workspace") == "copy" else {}),
         "sandbox.created": to_json({"spec": spec, "flags": kept, "variables": flags.variables},
                                    separators=(",", ":"))}
 
@@ -2435,7 +2454,7 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
         limits={key.limit: spec[key.name] for key in limits()},
         network="none" if isinstance(spec["network"], dict) else spec["network"],
         ports=spec["ports"],
-        binds=binds_of(spec),
+        binds=[*([(session.copy, spec["workdir"], "")] if session.copy else []), *binds_of(spec)],
         volumes=[*([f"{volume}:{NET_DIRECTORY}:ro"] if volume else []),
                  *([f"{home}:{CONTAINER_HOME}"] if home else [])],
         log_size="1m")  # it has a limit because root inside the container can write to it
@@ -2447,10 +2466,13 @@ def mount_targets(spec: Mapping[str, Any]) -> list[str]:
 
 
 def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """All mounts of a specification: source, place in the container, options."""
+    """All mounts of a specification: source, place in the container, options. Of a copy's
+    directory nothing is mounted.
+    """
     options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
-    return [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec),
-            *protected_binds(spec)]
+    binds = [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec),
+             *protected_binds(spec)]
+    return binds[1:] if spec.get("workspace") == "copy" else binds
 
 
 def has_home(spec: Mapping[str, Any]) -> bool:
@@ -2466,7 +2488,7 @@ def mounts_meant(binds: Iterable[tuple[str, str, str]]) -> list[str]:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             arguments = [file.read().strip()]
         for source, target, _ in binds:
-            arguments += [place_of(source), target]
+            arguments += [place_of(source), target] if source.startswith("/") else []
     except FileNotFoundError:
         return []
     return arguments
@@ -2531,7 +2553,7 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
         if f"{real}/".startswith(("/proc/", "/sys/", "/dev/")):
             raise SandboxError(f"{source} is a window of the host's kernel", "mount something else",
                                125)
-    targets = [target for _, target, _ in binds_of(spec)]
+    targets = [*mount_targets(spec), *(target for _, target, _ in git_binds(spec))]
     for target in targets:
         if targets.count(target) > 1:
             raise SandboxError(f"two mounts go to {target}", "keep one of them", 125)
@@ -2553,7 +2575,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}",
                                "choose another path (--cp, -v)", 125)
-    for source, _, _ in binds_of(spec):
+    for source in (*spec["sources"], *(source for source, _, _ in git_binds(spec))):
         if not is_exact(source):
             message = f"a mounted path leads to {source!r}, whose name engines read in another way"
             raise SandboxError(message, "rename it: no control characters, nothing but UTF-8", 125)
@@ -2561,12 +2583,14 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
                    spec: Mapping[str, Any], home: str = "",
+                   source: Session | None = None,
                    turn: Callable[[Engine, Session], Turn | None] = lambda *_: None,
                    ) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
-    `spec` is spec_of(config) as it was checked, `home` a volume that is there. The first snapshot
-    for a `turn` is taken meanwhile. Raises SandboxError.
+    `spec` is spec_of(config) as it was checked, `home` a volume that is there, as is its copy but
+    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. Raises
+    SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
@@ -2574,8 +2598,13 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     session = Session(name, "running", labels)
     make_worktree_config(spec)
     make_hooks(spec)
-    status, begun = 1, None
+    status, begun, new = 1, None, bool(source or not home)
     try:
+        if session.copy and new:
+            import sandbox_changes
+
+            present_image(engine, config)  # raises
+            sandbox_changes.make_copy(engine, session, source)
         begun = turn(engine, session)
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
         status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
@@ -2585,7 +2614,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         if status:
             if begun:
                 begun.drop()
-            remove_leftover(engine, session)
+            remove_leftover(engine, session, new)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -2614,8 +2643,9 @@ def recreation(session: Session, flags: Layer,
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
+    kept["workspace"] = have.get("workspace", "mount")
     kept |= {name: value for name, value in flags.values.items()
-             if KEYS[name].fixed or name == "envFile"}
+             if KEYS[name].fixed or name in ("envFile", "workspace")}
     if "network" in flags.values:
         now = session_config(session).get("network")
         kept["network"] = with_rules(now, flags.values["network"])
@@ -2734,7 +2764,7 @@ def check_ready(engine: Engine, session: Session) -> None:
 # The home of a session is a volume, which goes from container to container and only with `rm`. What
 # is done with it is done by a container of its own: nothing of the host sees what is in it.
 
-HOME_VOLUME, STORE_VOLUME = "sandbox-home-", "sandbox-shadow-"
+HOME_VOLUME, STORE_VOLUME, COPY_VOLUME = "sandbox-home-", "sandbox-shadow-", "sandbox-copy-"
 
 
 def new_home() -> str:
@@ -2816,15 +2846,17 @@ def container_user(rootless: bool) -> str:
     return "0:0" if rootless else f"{os.getuid()}:{own_group}"
 
 
-def remove_leftover(engine: Engine, session: Session) -> None:
-    """Remove the containers of a failed creation, and no other that has the name."""
+def remove_leftover(engine: Engine, session: Session, new: bool) -> None:
+    """Remove the containers of a failed creation, and no other that has the name. The volumes of a
+    session that is not new belong to its old container, even those that this does not use.
+    """
     status, out, _ = Output(engine.inspect_argv(session.name)).result()
     if not status:
         *_, labels = engine.read_inspected(out)
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
-    remove_volumes(engine, session.home, session.store)
+    remove_volumes(engine, session.home, *((session.copy, session.store) if new else ()))
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2921,7 +2953,7 @@ def remove_session(engine: Engine, session: Session) -> None:
     with suppress(OSError):  # first: this tells others who end with it, see check_removed()
         os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
-    remove_volumes(engine, session.home, session.store)
+    remove_volumes(engine, session.home, session.copy, session.store)
     forget_files(session.name)
 
 
@@ -2936,6 +2968,11 @@ def follow_rename(engine: Engine, session: Session) -> None:
 
 def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
     """The commands that run in a session, one for each of its tags but our `own`; not autostart."""
+    return [words for tag, words in used_by(engine, session).items() if tag not in own]
+
+
+def used_by(engine: Engine, session: Session) -> dict[str, str]:
+    """The first of the processes with a tag, by that."""
     out = ""
     if session.state == "running":
         command = ["sh", "-c", asset("session/users.sh").decode()]
@@ -2945,10 +2982,10 @@ def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list
     found: dict[str, tuple[int, str]] = {}  # of each tag the first process
     for line in out.split("\n"):
         pid, tag, *words = (line + "  ").split(" ", 2)
-        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10 and tag not in own:
+        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10:
             process = int(pid), printable(words[0])[:200].strip()
             found[tag] = min(process, found.get(tag, process))
-    return [words for _, words in sorted(found.values())]
+    return {tag: words for tag, (_, words) in sorted(found.items(), key=lambda item: item[1])}
 
 
 USERS_BYTES = 1 << 20
@@ -2965,6 +3002,20 @@ def may_remove(engine: Engine, session: Session, own: Container[str] = (),
     more = f" and {len(users) - 3} more" if len(users) > 3 else ""
     say(f"{session.name} is in use: {'; '.join(users[:3])}{more}")
     return ask_person(f"{what} all the same? [y/N] ").lower() in ("y", "yes")
+
+
+def may_lose(engine: Engine, session: Session) -> bool:
+    """Whether the work in a session's copy may go: merged work may, of other work a person is
+    asked.
+    """
+    if not session.copy:
+        return True
+    import sandbox_changes
+
+    if not (work := sandbox_changes.unmerged(engine, session)):
+        return True
+    say(f"{session.name} holds work that was not merged, see sandbox merge: {work}")
+    return can_ask() and ask_person("Lose it? [y/N] ").lower() in ("y", "yes")
 
 
 def check_removed(engine: Engine, session: Session, status: int) -> None:
@@ -3043,7 +3094,7 @@ def remove_tree(path: str) -> None:
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
 ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created",
-             "sandbox.home")
+             "sandbox.home", "sandbox.workspace")
 
 
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
@@ -3079,6 +3130,7 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
     result: dict[str, Any] = {
         "name": row["name"], "state": row["state"], "ports": [],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
+        "workspace": labels.get("sandbox.workspace") or WORKSPACES[0],
         "image": row["image"], "created": row["created"], "runtime": runtime}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
@@ -3151,7 +3203,7 @@ def git_of(spec: Mapping[str, Any]) -> dict[str, Any] | None:
     decide what is there.
     """
     link, admin = linked_admin(resolved(spec["directory"]))
-    if not admin:
+    if not admin or spec.get("workspace") == "copy":  # a copy has a repository of its own
         return None
     common = os.path.dirname(os.path.dirname(admin))
     place = os.path.normpath(os.path.join(spec["workdir"], link, "../.."))
@@ -3293,6 +3345,8 @@ def git_author(spec: Mapping[str, Any]) -> dict[str, str]:
     """
     git = f"{spec['directory']}/.git"
     folder = spec["git"]["common"] if spec.get("git") else "" if os.path.islink(git) else git
+    if spec.get("workspace") == "copy" and (admin := linked_admin(spec["directory"])[1]):
+        folder = os.path.dirname(os.path.dirname(admin))
     if (file := os.environ.get("GIT_CONFIG_GLOBAL")) is not None:
         files = [file]
     else:
@@ -3587,6 +3641,13 @@ class RunRequest:
         """Take profile, flags and directory from a session, and say in what it differs."""
         have, _ = session.created()
         check_owner(session)
+        mode, asked = have.get("workspace", "mount"), self.config.get("workspace")
+        if self.config.is_given("workspace") and asked != mode:
+            works = "a copy" if mode == "copy" else "the directory itself"
+            message = f"{session.name} works on {works}, for good"
+            if "workspace" in self.flags.values:  # an agent would write where it was not to
+                raise SandboxError(message, "choose another name with -n, or --new", 125)
+            say(message)
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
         if not self.config.is_given("hostPath"):
@@ -3661,20 +3722,18 @@ class RunRequest:
             return None
         about = {"id": random_id(), "what": "agent" if agent else "command",
                  "command": title_of(command)}
-        return wanted_turn(self.config, engine, session, about, bool(agent), self.args.strict)
+        return wanted_turn(self.config, engine, session, about, bool(agent))
 
 
 def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
-                agent: bool, strict: bool = False) -> Turn | None:
+                agent: bool) -> Turn | None:
     """The turn that a command of an agent, or another one, is to be; None for none."""
     value = config.get("checkpoint")
-    if strict and value is False:
-        raise SandboxError("--strict needs snapshots", "leave out --no-checkpoint", 2)
-    if value is False or not (agent or value is True or strict):
+    if value is False or not (agent or value is True):
         return None
     import sandbox_changes as changes
 
-    return changes.Turn(engine, session, about, changes.bounds(config), value != "try" or strict)
+    return changes.Turn(engine, session, about, changes.bounds(config), value != "try")
 
 
 def check_owner(session: Session) -> None:
@@ -4799,7 +4858,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
         if request.source:
             home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
         engine, session = create_session(request.engines, request.name, request.config,
-                                         request.kept, request.spec, home, request.start_turn)
+                                         request.kept, request.spec, home, request.source,
+                                         request.start_turn)
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4823,6 +4883,7 @@ def choose_session(args: argparse.Namespace) -> None:
     config = load_config(flags_layer(args), args.profile)
     here = [] if config.get("containerName") else sessions_here(config, args)[:OFFERED]
     about = [f"{row['name']} ({row['labels'].get('sandbox.agent') or 'no agent'}, {row['state']}, "
+             f"{'a copy ' if row['labels'].get('sandbox.workspace') else ''}"
              f"of {local_time(row['created'])})" for row in here]
     for row in here:
         if row["state"] == "running" and (left := recorded_terminals(row["name"])):
@@ -4852,7 +4913,8 @@ def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, An
         with suppress(SandboxError):  # broken, or with another network than is asked for
             have, _ = session.created()
             ours = session.user.split(":")[0] in ("0", str(os.getuid())) and not is_proxy(row)
-            if ours and have["directory"] == config.get("hostPath"):
+            same = flags.values.get("workspace", mode := have.get("workspace", "mount")) == mode
+            if ours and same and have["directory"] == config.get("hostPath"):
                 want = session_config(session, None, flags, args.profile, data).get("network")
                 check_isolation(session, have["network"], want, str)
                 found.append(row)
@@ -4895,7 +4957,8 @@ def cmd_run(args: argparse.Namespace) -> int:
     try:
         return converse(request, engine, session)
     finally:
-        if args.rm_on_exit and may_remove(engine, session, request.tags):
+        if (args.rm_on_exit and may_remove(engine, session, request.tags)
+                and may_lose(engine, session)):
             remove_session(engine, session)
 
 
@@ -4944,7 +5007,7 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if again is None:
             return status
         if not again:
-            if may_remove(engine, session, request.tags):
+            if may_remove(engine, session, request.tags) and may_lose(engine, session):
                 remove_session(engine, session)
             else:
                 say(f"kept; to come back: {way_back(request, engine, session)}")
@@ -5034,8 +5097,9 @@ def ask_next_command(request: RunRequest, engine: Engine, session: Session, comm
 
 def cmd_rm(args: argparse.Namespace) -> int:
     def remove(engine: Engine, session: Session) -> None:
-        if not (args.in_use or may_remove(engine, session)):
-            raise SandboxError(f"{session.name} was left as it is")
+        if not (args.in_use or (may_remove(engine, session) and may_lose(engine, session))):
+            raise SandboxError(f"{session.name} was left as it is",
+                               f"sandbox rm -f {session.name} removes it" if session.copy else "")
         remove_session(engine, session)
 
     return for_each(args, "rm", remove)
@@ -5336,7 +5400,9 @@ def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     columns = ("name", "state", "agent", "runs", "profile", "network", "ports", "image", "created",
                "directory")
+    copy = {"copy": " (copy)"}
     print_columns(columns, [{**row, "runs": shown_running(row["running"]),
+                             "directory": row["directory"] + copy.get(row["workspace"], ""),
                              "ports": ", ".join(map(short_port, row["ports"]))} for row in rows])
 
 
@@ -5400,7 +5466,7 @@ def cmd_prune(args: argparse.Namespace) -> int:
     met, engines = 0, engines_of(args)
     for engine in engines:
         with suppress(EngineProblem):
-            prune_engine(engine, args.dry_run)
+            prune_engine(engine, args.dry_run, args.copies)
             met += 1
     if not met:
         pick_engine(engines)  # raises and says why
@@ -5411,35 +5477,47 @@ def cmd_prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def prune_engine(engine: Engine, dry_run: bool) -> None:
+def prune_engine(engine: Engine, dry_run: bool, copies: bool) -> None:
     """Remove the proxies and volumes of an engine whose session is gone, and print their names."""
-    left = leftovers(engine)
+    left = leftovers(engine, copies)
     if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
-        left = [item for item in leftovers(engine) if item in left]
+        left = [item for item in leftovers(engine, copies) if item in left]
     for name, argv in left:
+        if not argv:
+            say(f"{name} holds work of a session that is gone: sandbox prune --copies removes it")
+            continue
         print(name)
         if not dry_run:
             Output(argv, LONG_SECONDS).result()
 
 
-def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
-    """The proxies, then the volumes of no session: a name, and the engine call that removes it."""
+def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
+    """The proxies and shadows, then the volumes of no session: a name, and the engine call that
+    removes it; [] for a copy that was finished, unless `copies` are to go, too.
+    """
     import re
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    ours = "sandbox-(net|home|shadow)-[0-9a-f]{10}"
+    ours = "sandbox-(net|home|shadow|copy)-[0-9a-f]{10}"
     volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     used = {f"sandbox-net-{id}" for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
-    used |= {Session(row["name"], "", row["labels"]).store for row in rows}
+    for row in rows:
+        session = Session(row["name"], "", row["labels"])
+        used |= {session.copy, session.store}
+    kept = [volume for volume in volumes if volume.startswith(COPY_VOLUME) and not copies
+            and volume not in used and volume.replace(COPY_VOLUME, STORE_VOLUME) in volumes]
+    used |= {volume.replace(COPY_VOLUME, STORE_VOLUME) for volume in kept}
     proxies = [row["name"] for row in rows
                if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
+    shadows = engine.read_list(engine.ask(engine.list_argv("sandbox.shadow", ())))
+    proxies += [row["name"] for row in shadows if row["state"] != "running"]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
-            *((volume, engine.argv("remove-volume", volume)) for volume in volumes
-              if volume not in used)]
+            *((volume, [] if volume in kept else engine.argv("remove-volume", volume))
+              for volume in volumes if volume not in used)]
 
 
 def half_written() -> list[str]:
@@ -5491,6 +5569,10 @@ def show_command(args: argparse.Namespace) -> int:
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
         if request.source and request.source.home:
             calls.append(copy_home_argv(engine, request.source, session.home))
+        if session.copy:
+            import sandbox_changes
+
+            calls += sandbox_changes.copy_argvs(engine, session, request.source)
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
@@ -5503,10 +5585,12 @@ def show_command(args: argparse.Namespace) -> int:
     lines.append(f"SANDBOX_ENV={quote_all([script])} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
+    if request.turn_of(engine, session, compose(request.base(), args.agent_args)):
+        lines.insert(0, "# and a snapshot before and after (--no-checkpoint: none)")
     if args.rm_on_exit:
         calls = [engine.argv("remove", session.name, *filter(None, [session.proxy]))]
         calls += [engine.argv("remove-volume", volume)
-                  for volume in filter(None, (session.volume, session.home))]
+                  for volume in filter(None, (session.volume, session.home, session.copy))]
         lines += [quote_all(argv) + " >/dev/null" for argv in calls]
     print("\n".join(lines))
     return 0
@@ -5516,6 +5600,14 @@ def cmd_serve(args: argparse.Namespace) -> int:
     import sandbox_web
 
     return sandbox_web.serve(args)
+
+
+def cmd_changes(command: str, args: argparse.Namespace) -> int:
+    """Those of sandbox_changes, which no other command waits for."""
+    import sandbox_changes
+
+    status: int = getattr(sandbox_changes, f"cmd_{command}")(args)
+    return status
 
 
 def cmd_build(args: argparse.Namespace) -> int:
@@ -5749,6 +5841,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                    "help": "the shell to print a completion script for"}),
     "profile": ("-r --run",
                 {"metavar": "PROFILE", "help": "run profile: runs.PROFILE of sandbox.json"}),
+    "copy": ("--copy", FLAG | {"help": "work on a copy of the directory: see merge"}),
     "allow": ("--allow", REPEATED | {"metavar": "HOST[:PORT]",
                                      "help": "a host that it may reach, and no other than "
                                      "those; *.NAME for all below it; repeatable"}),
@@ -5760,8 +5853,16 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
                           "with its conversations and settings"}),
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
+    "turn": ("", {"nargs": "?", "metavar": "TURN",
+                  "help": "id of a turn as log prints it, or the beginning of one, or -1 for the "
+                          "last, -2 for the one before it"}),
+    "paths": ("", {"nargs": "*", "metavar": "PATH", "default": [],
+                   "help": "only what is there, or below: a path from the current directory, or "
+                           "from outside of the session's directory one in that"}),
+    "stat": ("--stat", FLAG | {"help": "how many lines of each file have changed, not which"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
-    "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
+    "dry_run": ("--dry-run", FLAG | {"help": "only print what would be done"}),
+    "copies": ("--copies", FLAG | {"help": "remove copies of sessions that are gone, too"}),
     "allow_engine_socket": ("--allow-engine-socket",
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
     "new": ("--new", FLAG | {"help": "make another session, whatever the directory has, unasked"}),
@@ -5778,7 +5879,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
-    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it"}),
+    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it or "
+                                       "its copy was not merged"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),
@@ -5800,13 +5902,20 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["env"] = env_flags(values["env"])
     if getattr(args, "new", False) and "containerName" in values:
         raise SandboxError("--new does not go together with -n", "keep one of them", 2)
-    if getattr(args, "no_checkpoint", False):
-        values["checkpoint"], places["checkpoint"] = False, "--no-checkpoint"
+    for name, other, value in (("strict", "no_checkpoint", True),
+                               ("no_checkpoint", "checkpoint", False)):
+        if getattr(args, name, False):
+            if getattr(args, other):
+                raise SandboxError(f"{OPTIONS[name][0]} does not go together with "
+                                   f"{OPTIONS[other][0]}", "keep one of them", 2)
+            values["checkpoint"], places["checkpoint"] = value, OPTIONS[name][0]
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
                                "keep one of them", 2)
         values["network"], places["network"] = {"allow": args.allow}, "--allow"
+    if getattr(args, "copy", False):
+        values["workspace"], places["workspace"] = "copy", "--copy"
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
     if "envFile" in values:
@@ -5926,7 +6035,7 @@ sandbox COMMAND --help explains a command; sandbox --version prints the version.
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     """The parsed options of a command, with what -x and `--` brought where it takes them."""
     if command not in ("run", "config"):
-        return read_plainly(command, words) or parser_of(command).parse_args(words)
+        return read_plainly(command, words) or parser_of(command).parse_intermixed_args(words)
     options, command_words, agent_args = split_command(words)
     parser, more = None, list[str]()
     args: argparse.Namespace = read_plainly(command, options)
@@ -5955,7 +6064,8 @@ def cmd_completion(args: argparse.Namespace) -> int:
 
 NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
 # The word that is one, if there is one.
-NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2}
+NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2, "log": 2,
+            "diff": 2, "undo": 2, "redo": 2, "merge": 2}
 
 
 def complete(words: Sequence[str]) -> list[str]:
@@ -5983,6 +6093,8 @@ def complete(words: Sequence[str]) -> list[str]:
         return [*recorded_terminals(words[1]), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
         return [f"{row['name']}:" for row in list_sessions(engines_of())]
+    if command in ("diff", "undo") and len(words) > 2 and not words[-1].startswith("-"):
+        return []
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -5994,7 +6106,7 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = ("source profile new allow allow_engine_socket rm_on_exit background checkpoint "
+RUN_OPTIONS = ("source profile new copy allow allow_engine_socket rm_on_exit background checkpoint "
                "no_checkpoint strict yes verbose")
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
@@ -6004,6 +6116,15 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "attach": ("go back to a terminal of a session", "session id", cmd_attach),
     "logs": ("print what an agent, a prompt or a command has printed", "session id follow",
              cmd_logs),
+    "log": ("list the turns of agents in a session, and what each has changed", "session json",
+            partial(cmd_changes, "log")),
+    "diff": ("show what agents have changed, or one turn", "session turn paths stat json",
+             partial(cmd_changes, "diff")),
+    "undo": ("take back the last turn of an agent, or all since one began",
+             "session turn paths dry_run in_use", partial(cmd_changes, "undo")),
+    "redo": ("take back the last undo", "session", partial(cmd_changes, "redo")),
+    "merge": ("bring what was done in a copy into its directory", "session dry_run",
+              partial(cmd_changes, "merge")),
     "stop": ("stop containers", "names", cmd_stop),
     "start": ("start containers that were stopped", "names", cmd_start),
     "cp": ("copy between this machine and a session", "copied target", cmd_cp),
@@ -6012,7 +6133,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
                  "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
     "rename": ("give a session another name", "session new_name", cmd_rename),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
-    "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
+    "prune": ("remove what a crash or a power cut has left", "dry_run copies", cmd_prune),
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",
                f"what {RUN_OPTIONS} reveal", cmd_config),

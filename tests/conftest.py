@@ -300,7 +300,8 @@ class Engine:
             label = '{{index .Config.Labels "sandbox.%s"}}'
             shown = f"sandbox-net-{label % 'session'} {label % 'home'}"
             volumes = set(self.run("inspect", "--format", shown, *ids).stdout.split())
-            volumes |= {volume.replace("-home-", "-shadow-") for volume in volumes}
+            volumes |= {volume.replace("-home-", f"-{kind}-") for volume in volumes
+                        for kind in ("shadow", "copy")}
             # Without a time podman lets a process that ignores SIGTERM live for ten seconds.
             grace = ["--time=0"] if self.runtime == "podman" else []
             self.run("rm", "-f", "-v", *grace, *ids)

@@ -268,6 +268,8 @@ def test_the_dashes_after_config_command_belong_to_the_agent() -> None:
         ("ps -", ["--json", "-q"], ["-y"]),
         ("run -v ", [], ["--hp", "-y", "run"]),
         ("build --iba ", [], ["--iv", "run"]),
+        ("diff shop -", ["--stat"], ["--dry-run"]),
+        ("undo shop sr", [], ["--dry-run"]),
         ("run -y c -- ", [], ["--hp", "-y", "c"]),
         ("run -x ls ", [], ["--hp", "-y"]),
         ("nonsense ", [], ["show"]),

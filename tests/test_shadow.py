@@ -484,7 +484,7 @@ def test_what_was_not_kept_goes_only_when_one_says_so(workspace: Workspace) -> N
     with workspace.turn(), (workspace.top / "code").open("wb") as file:
         file.truncate(20 << 20)
     assert workspace.call("undo")["left"] == [
-        {"path": "code", "why": "it is too large to keep", "conflict": False}]
+        {"path": "code", "why": "it is too large to keep", "conflict": True}]
     assert (workspace.top / "code").stat().st_size == 20 << 20
     assert workspace.call("undo", discard=True)["left"] == []
     assert (workspace.top / "code").read_text() == "x"
@@ -516,6 +516,31 @@ def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
         assert "open 'b'\n" in text
         assert ("open 'a'\n" in text, "open 'c'\n" in text) == (opened, opened)
         assert ("subprocess.Popen" in text) == opened
+
+
+@pytest.mark.parametrize("shared", [0, 500])
+def test_two_processes_see_what_one_sees(workspace: Workspace, shared: int) -> None:
+    """A second one compares half of a large tree with what was seen last."""
+    workspace.program.write_text(PROGRAM.read_text().replace("SHARED = 500", f"SHARED = {shared}"))
+    armed(workspace)
+    workspace.write({f"d{at % 40}/e{at % 7}/{at}": f"{at}\n" for at in range(900)})
+    workspace.write({".gitignore": "build\n", "d1/build/x": "x"})
+    chance = random.Random(7)
+    for _ in range(4):
+        before = workspace.state()
+        with workspace.turn():
+            for path in chance.sample(sorted(workspace.top.glob("d*/e*/*")), 5):
+                path.unlink()
+            subprocess.run(["rm", "-r", chance.choice(sorted(workspace.top.glob("d*/e*")))])
+            at = chance.randrange(40)
+            workspace.write({f"d{at}/new": "x", f"d{at}/f/new{at}": "y", "d1/build/x": f"{at}"})
+            chance.choice(sorted(workspace.top.glob("d*/*"))).chmod(0o700)
+        after = workspace.state()
+        assert {row["path"] for row in workspace.call("undo")["left"]} == {"d1/build"}
+        build = b"d1/build/x"
+        assert workspace.state() | {build: b""} == before | {build: b""}
+        workspace.call("redo")
+        assert workspace.state() == after
 
 
 def test_a_file_that_is_as_new_as_the_snapshot_is_read_again(workspace: Workspace) -> None:
@@ -747,6 +772,31 @@ def test_a_turn_that_was_never_ended_ends_with_the_next_snapshot(workspace: Work
     assert list(rows(workspace.call("diff", turn="killed"))) == ["a"]
 
 
+def test_a_turn_that_runs_is_seen_and_undone_so_far(workspace: Workspace) -> None:
+    workspace.call("diff", now=True, fails=1)  # and begins no store
+    workspace.call("snapshot", turn={"id": "runs"})
+    workspace.write({"first": "1"})
+    assert workspace.call("diff", turn="runs")["files"] == []
+    assert list(rows(workspace.call("diff", turn="runs", now=True))) == ["first"]
+    assert list(rows(workspace.call("diff", now=True))) == ["first"]
+    workspace.call("undo")
+    workspace.write({"second": "2"})
+    workspace.call("snapshot", end="runs")
+    workspace.write({"persons": "3"})
+    assert list(rows(workspace.call("diff", turn="runs", now=True))) == ["second"]
+    workspace.call("undo")
+    assert sorted(workspace.state()) == [b".", b"persons"]
+    assert workspace.call("undo", fails=1)["kind"] == "nothing"
+
+
+def test_a_turn_that_was_undone_at_its_end_stays_so(workspace: Workspace) -> None:
+    workspace.call("snapshot", turn={"id": "runs"})
+    workspace.write({"first": "1"})
+    workspace.call("undo")
+    workspace.call("snapshot", end="runs")
+    assert workspace.call("undo", fails=1)["kind"] == "nothing"
+
+
 def test_a_file_in_the_way_of_a_directory_is_left(workspace: Workspace) -> None:
     workspace.write({"to-file/x": "x", "to-dir": "d", "mode/x": "x"})
     with workspace.turn():
@@ -839,6 +889,97 @@ def test_what_was_not_merged_comes_with_the_next_merge(workspace: Workspace) -> 
     (origin / "fight").write_text("0")
     assert merge() == (["fight"], [])
     assert merge() == ([], [])
+
+
+def test_a_merge_that_left_something_does_not_merge_the_rest_again(workspace: Workspace) -> None:
+    workspace.write({"came": "X0", "fight": "0", "dir/left": "0", "dir/came": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"came": "X1", "fight": "1", "dir/left": "1", "dir/came": "1"})
+    (origin / "fight").write_text("person")
+    (origin / "dir/left").write_text("person")
+    (origin / "dir").chmod(0o700)
+
+    def merge(**request: Any) -> list[str]:
+        answer = workspace.call("merge", tree="origin", top=origin, **request)
+        return [row["path"] for row in answer["left"]]
+
+    assert merge() == ["dir/left", "fight"]
+    with workspace.turn():
+        workspace.write({"came": "X2", "dir/came": "2"})
+    assert merge(paths=["dir"]) == ["dir/left"]
+    assert [(origin / name).read_text() for name in ("came", "dir/came")] == ["X1", "2"]
+    assert merge() == ["dir/left", "fight"]
+    assert (origin / "came").read_text() == "X2"
+    assert (origin / "dir").stat().st_mode & 0o777 == 0o700
+    (origin / "fight").write_text("0")
+    assert merge() == ["dir/left"]
+    assert (origin / "fight").read_text() == "1"
+
+
+def test_a_merge_knows_what_came_when_it_is_forgotten_itself(workspace: Workspace) -> None:
+    workspace.write({"a": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"a": "1"})
+    assert workspace.call("merge", tree="origin", top=origin)["changed"]
+    for _ in range(4):
+        with workspace.turn():
+            (workspace.top / "b").write_bytes(os.urandom(200_000))
+    workspace.call("prune", keep=2)
+    workspace.call("prune", maxBytes=300_000)
+    (origin / "a").write_text("0")  # the person's again
+    assert [row["path"] for row in workspace.call("merge", tree="origin", top=origin)["changed"]
+            ] == ["b"]
+
+
+def test_what_was_not_kept_of_a_copys_work_is_a_conflict_until_it_is_gone(
+        workspace: Workspace) -> None:
+    workspace.write({"a": "0", ".gitignore": "build\n"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn(), (workspace.top / "large").open("wb") as file:
+        file.truncate(20 << 20)
+        workspace.write({"build/x": "x"})
+        os.mkfifo(workspace.top / "fifo")
+    for paths in ([], [], ["large"]):
+        left = workspace.call("merge", tree="origin", top=origin, paths=paths)["left"]
+        assert [row["path"] for row in left if row["conflict"]] == ["large"]
+    (workspace.top / "large").unlink()
+    workspace.call("snapshot")
+    assert workspace.call("merge", tree="origin", top=origin)["left"] == []
+
+
+def test_a_directory_of_many_files_is_no_slower_than_many_directories(workspace: Workspace) -> None:
+    """What git does with a tree must not cost the square of its entries."""
+    (workspace.top / "all").mkdir()
+    for at in range(30_000):
+        (workspace.top / "all" / f"file{at}").touch()
+    workspace.call("snapshot")  # ends within the time that call() gives
+    with workspace.turn():
+        (workspace.top / "all" / "file7").write_text("x")
+    assert [*rows(workspace.call("diff", turn="t1"))] == ["all/file7"]
+
+
+def test_a_copy_with_a_repository_of_its_own_is_merged_into_a_linked_worktree(
+        workspace: Workspace) -> None:
+    workspace.write({".git": "gitdir: /elsewhere\n", "a": "0", "sub/.git": "gitdir: /x\n"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        for name in (".git", "sub/.git"):
+            (workspace.top / name).unlink()
+            workspace.write({f"{name}/config": "[core]\n", f"{name}/HEAD": "x\n"})
+        workspace.write({"a": "1"})
+    for text in ("gitdir: /other\n", "gitdir: /elsewhere\n"):
+        (origin / ".git").write_text(text)
+        before = workspace.state(origin)
+        answer = workspace.call("merge", tree="origin", top=origin)
+        assert {row["path"] for row in answer["left"]} <= {".git", "sub/.git"}
+        assert not any(row["conflict"] for row in answer["left"])
+        assert workspace.state(origin) == before | {b"a": workspace.state()[b"a"]}
 
 
 # --- Races, kills and bounds ---
@@ -974,7 +1115,7 @@ def test_a_full_store_ends_the_snapshot_and_opens_again(workspace: Workspace) ->
         workspace.write({"a": "1"})
         workspace.call("snapshot")
         (workspace.top / "big").write_bytes(os.urandom(2 << 20))
-        assert "Out of diskspace" in workspace.call("snapshot", fails=1)["error"]
+        assert "No space left" in workspace.call("snapshot", fails=1)["error"]
         (workspace.top / "big").unlink()
         workspace.call("snapshot")
     finally:
@@ -1039,7 +1180,7 @@ def test_an_ordinary_user_sees_and_restores_what_it_may(workspace: Workspace) ->
     found = rows(call("diff", user=USER, turn="t1"))
     assert {*found} == {"mine/a", "secret"} and found["secret"]["seen"] == "unreadable"
     assert call("undo", user=USER)["left"] == [
-        {"path": "secret", "why": "it cannot be read", "conflict": False}]
+        {"path": "secret", "why": "it cannot be read", "conflict": True}]
     assert (workspace.top / "mine/a").read_text() == "1"
 
 

@@ -5,7 +5,8 @@
     snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
               only looks. All take "keep" and "maxBytes", and "agents", names that are risky below
     log       {}: the turns, undos, redos and merges that are kept, with "paths" ([""]: all)
-    diff      {"turn": ID, "paths": […], "patch": true}; without a turn since the first snapshot
+    diff      {"turn": ID, "paths": […], "patch": true, "now": true}; without a turn since the first
+              snapshot; now: up to a new one, unless it is of a turn that has ended
     undo      {"turn": ID, "only": true, "paths": […], "dry": true, "discard": true}: the last turn
               that is not undone, or all since this one, or only this one; discard: what was never
               kept may go, too
@@ -43,7 +44,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
@@ -52,20 +53,21 @@ if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
 LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
+SHARED = 500  # directories from which on a second process helps
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
 KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
 MARKS = "=", ":m=", ":s="
 PIPE, DEVNULL = -1, -3  # subprocess's
-S_IFMT, NO_ROWS = 0o170000, marshal.dumps([], 2)
+S_IFMT = 0o170000
+PACKED = {b"tree": 2, b"blob": 3}
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CONFIG = """\
 [core]
 	repositoryformatversion = 1
 	bare = true
 	bigFileThreshold = 4m
-	compression = 1
 	attributesFile = /dev/null
 	excludesFile = /dev/null
 	hooksPath = /dev/null
@@ -75,8 +77,6 @@ CONFIG = """\
 	email = shadow
 [extensions]
 	objectformat = sha256
-[fastimport]
-	unpackLimit = 0
 [merge]
 	renames = false
 	directoryRenames = false
@@ -138,10 +138,13 @@ NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory
             "objects": "a repository's objects are not kept", "full": "the store was full",
             "unreadable": "it cannot be read", "deep": "it lies too deep"}
 
+WORK = "large", "full", "unreadable", "deep"  # what somebody may miss
+
 Row = tuple[Any, ...]  # name, mode, size, mtime, ctime (ns) and inode
 # Of a directory: its rows as marshal has them, its directories (what is said of one that was not
-# entered, or "") and its mode. Bytes are compared at once, and loaded only where they differ.
-Folder = tuple[bytes, dict[str, str], int]
+# entered, or ""), its mode and its tree. Bytes are compared at once, and loaded where they differ.
+Folder = tuple[bytes, dict[str, str], int, bytes]
+NO_FOLDER: Folder = marshal.dumps([], 2), {}, -1, b""
 
 
 class Failure(Exception):
@@ -230,9 +233,6 @@ class Store:
                 raise damaged(f"{name} is not what was written")
         if os.path.exists(self.at("tmp")):
             clear(self.at("tmp"))
-            for name in os.listdir(self.at("git")):
-                if name.startswith("fast_import_crash"):
-                    os.unlink(self.at(f"git/{name}"))
         self.reader: subprocess.Popen[bytes] | None = None
         self.notes: dict[str, bytes] = {}
 
@@ -243,32 +243,27 @@ class Store:
         return {entry.name: entry.stat().st_size for entry in os.scandir(self.packs)}
 
     def save(self) -> None:
-        self.state["packs"] = self.pack_sizes()
         write(self.at("state.json"), json.dumps(self.state).encode())
 
     # git: what it writes goes to a directory that ends with the request
 
-    def start(self, *words: str, scratch: str = "tmp/objects", **more: Any,
-              ) -> "subprocess.Popen[bytes]":
+    def start(self, *words: str, **more: Any) -> "subprocess.Popen[bytes]":
         import subprocess
 
-        os.makedirs(self.at(f"{scratch}/pack"), exist_ok=True)
+        os.makedirs(self.at("tmp/objects"), exist_ok=True)
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self.at("git"), "LC_ALL": "C",
                "GIT_DIR": self.at("git"), "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1",
                "GIT_CONFIG_GLOBAL": os.devnull, "GIT_NO_REPLACE_OBJECTS": "1",
-               "GIT_OBJECT_DIRECTORY": self.at(scratch),
+               "GIT_OBJECT_DIRECTORY": self.at("tmp/objects"),
                "GIT_ALTERNATE_OBJECT_DIRECTORIES": self.at("git/objects")}
         return subprocess.Popen(("git", *words), env=env, stdin=PIPE, stdout=PIPE,
                                 **{"cwd": self.folder, "stderr": PIPE, **more})
 
     def git(self, *words: str, given: bytes = b"", fine: Sequence[int] = (0,)) -> bytes:
-        return self.end(self.start(*words), given, fine)
-
-    def end(self, process: "subprocess.Popen[bytes]", given: bytes, fine: Sequence[int] = (0,),
-            ) -> bytes:
+        process = self.start(*words)
         output, error = process.communicate(given)
         if process.returncode not in fine:
-            raise damaged(error.decode(errors="replace").strip()[:500])
+            raise damaged(f"git {words[0]}: {error.decode(errors='replace').strip()[:500]}")
         return output
 
     def ask(self, word: str, id: str) -> tuple[int, IO[bytes]]:
@@ -300,23 +295,27 @@ class Store:
 
     # Trees
 
-    def entries(self, tree: str) -> dict[str, Entry]:
-        """What a directory has, and itself as the entry with the empty name."""
-        data, at = self.get(tree), 0
-        found, modes = dict[str, Entry](), dict[str, int]()
+    def raw(self, tree: str) -> dict[bytes, tuple[bytes, bytes]]:
+        """The mode and the object of each name that a directory has."""
+        data, at, found = self.get(tree) if tree else b"", 0, dict[bytes, tuple[bytes, bytes]]()
         while at < len(data):
             end = data.index(0, at)
             mode, name = data[at:end].split(b" ", 1)
-            id, at = data[end + 1 : end + 33].hex(), end + 33
+            found[name], at = (mode, data[end + 1 : end + 33]), end + 33
+        return found
+
+    def entries(self, tree: str) -> dict[str, Entry]:
+        """What a directory has, and itself as the entry with the empty name."""
+        found, modes = dict[str, Entry](), dict[str, int]()
+        for name, (mode, id) in self.raw(tree).items():
             mark, _, rest = os.fsdecode(name).partition("=")
             if mark == ":m":
-                modes[rest] = mode_of(self.note(id))
+                modes[rest] = mode_of(self.note(id.hex()))
             elif mark == ":dir":
-                modes[""] = mode_of(self.note(id))
-                found[""] = Entry(DIR, modes[""], "")
+                found[""] = Entry(DIR, mode_of(self.note(id.hex())), "")
             else:
                 kind = NOTE if mark else KINDS[mode]
-                found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id)
+                found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id.hex())
         return {name: entry._replace(mode=modes.get(name, entry.mode)) if entry.kind == FILE
                 else entry for name, entry in found.items()}
 
@@ -358,7 +357,40 @@ class Store:
         return tree.decode(), {whole_git(in_workspace(marked.sub("", os.fsdecode(name))))
                                for name in names}
 
+    def graft(self, tree: str, source: str, paths: Iterable[str], whole: bool) -> str:
+        """The tree with what another one has at these paths, with all that is in a directory."""
+        pack = Pack(self)
+
+        def grafted(tree: bytes, source: bytes, paths: Iterable[str]) -> bytes:
+            here, there = self.raw(tree.hex()), self.raw(source.hex())
+            inner = dict[str, list[str]]()
+            for path in paths:
+                inner.setdefault(path.partition("/")[0], []).append(path.partition("/")[2])
+            for first, rests in inner.items():
+                folder = os.fsencode(f"={first}")
+                old, new = (side[folder][1] if side.get(folder, b" ")[0] == b"40000" else b""
+                            for side in (here, there))
+                if first and ((old or new) and all(rests)
+                              or old and new and not whole and first != ".git"):
+                    here[folder] = b"40000", grafted(old, new, rests)
+                    continue
+                for name in names(first) if first else [b":dir"]:
+                    here.pop(name, None)
+                    if name in there:
+                        here[name] = there[name]
+            return pack.put_tree(here)
+
+        grown = grafted(bytes.fromhex(tree), bytes.fromhex(source), paths).hex()
+        pack.finish()
+        return grown
+
     # Bounds
+
+    def merged(self, events: list[dict[str, Any]]) -> dict[str, str]:
+        """What has come into each tree by the merges up to these, which are forgotten."""
+        came = {event["tree"]: event["theirs"] for event in events
+                if event["kind"] == "merge" and not event.get("undone")}
+        return {**self.state.get("base", {}), **came}
 
     def prune(self, keep: int, most: int) -> int:
         """Forget the oldest until the rest fits; returns how many."""
@@ -366,13 +398,15 @@ class Store:
         dropped = max(0, len(events) - max(1, keep))
         if size <= most and len(self.state["packs"]) <= 2 * PACKS:
             if dropped:
+                self.state["base"] = self.merged(events[:dropped])
                 del events[:dropped]
                 self.save()
             return dropped
         while True:
             roots = {tree for event in events[dropped:] for tree in (event["before"],
                      event["after"], event.get("theirs")) if tree}
-            roots |= {*self.state["last"].values(), *self.state["first"].values()}
+            bases = self.merged(events[:dropped])
+            roots |= {*self.state["last"].values(), *self.state["first"].values(), *bases.values()}
             listed = "".join(f"{tree}\n" for tree in sorted(roots)).encode()
             used = int(self.git("rev-list", "--objects", "--disk-usage", "--stdin", given=listed))
             if used <= most or dropped >= len(events) - 1:
@@ -383,6 +417,7 @@ class Store:
             return 0
         self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
                  os.path.join(self.packs, "pack"), given=listed)
+        self.state["base"] = bases
         del events[:dropped]
         new = self.pack_sizes()
         self.state["packs"] = {name: size for name, size in new.items() if name not in old} or new
@@ -412,50 +447,64 @@ def marked(path: str, mark: str = "=") -> str:
     return "/".join((*(f"={part}" for part in folders), mark + name))
 
 
-class Import:
-    """Another tree in the store, said as what differs from one that is there: git fast-import."""
-
-    def __init__(self, store: Store, tree: str) -> None:
-        self.store, self.tree, self.size = store, tree, 0
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def send(self, line: str, data: bytes | None = None) -> None:
-        if not self.process:
-            self.process = self.store.start("fast-import", "--quiet", "--force", "--depth=0",
-                                            scratch="tmp/packs")
-            self.send("commit refs/none\ncommitter shadow <shadow> 0 +0000\ndata 0")
-            if self.tree:
-                self.send(f'M 040000 {self.tree} ""')
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # end() says why
-            self.process.stdin.write(os.fsencode(f"{line}\n"))
-            if data is not None:
-                self.process.stdin.write(b"data %d\n%s\n" % (len(data), data))
-
-    def put(self, name: str, data: bytes, mode: str = "100644") -> None:
-        self.size += len(data)
-        self.send(f"M {mode} inline {quoted(name)}", data)
-
-    def drop(self, path: str) -> None:
-        for mark in MARKS:
-            self.send(f"D {quoted(marked(path, mark))}")
-
-    def finish(self) -> str:
-        if self.process:
-            output = self.store.end(self.process, b'ls ""\nreset refs/none\n')
-            tree = output.split()[2].decode()
-            if tree != self.tree:
-                packs = self.store.at("tmp/packs/pack")
-                for name in os.listdir(packs):
-                    os.rename(os.path.join(packs, name), os.path.join(self.store.packs, name))
-            self.tree = tree
-        return self.tree
+def names(name: str) -> list[bytes]:
+    return [os.fsencode(mark + name) for mark in MARKS]
 
 
-def quoted(name: str) -> str:
-    for character, instead in ("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"):
-        name = name.replace(character, instead)
-    return f'"{name}"'
+class Pack:
+    """Objects on their way into the store; its format is gitformat-pack(5), version 2.
+
+    git sees them when finish() has made the index; a pack that state.json does not name is removed.
+    git fast-import takes twice as long, and the square of the entries of a directory.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.known = store, set[bytes]()
+        self.count, self.size = 0, 12
+
+    def put(self, kind: bytes, data: bytes) -> bytes:
+        import hashlib
+
+        digest = hashlib.sha256(b"%s %d\0" % (kind, len(data)))
+        digest.update(data)
+        name = digest.digest()
+        if name in self.known:
+            return name
+        if not self.count:
+            self.stem = os.path.join(self.store.packs, f"pack-{os.urandom(16).hex()}")
+            self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
+            self.file.write(bytes(12))
+        self.known.add(name)
+        self.count += 1
+        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
+        while size:
+            head[-1] |= 128
+            head.append(size & 127)
+            size >>= 7
+        self.size += self.file.write(bytes(head) + zlib.compress(data, 1))
+        return name
+
+    def put_tree(self, entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
+        rows = sorted((name + b"/" if mode == b"40000" else name, mode, id)
+                      for name, (mode, id) in entries.items())
+        return self.put(b"tree", b"".join(
+            b"%s %s\0%s" % (mode, name.rstrip(b"/"), id) for name, mode, id in rows))
+
+    def finish(self) -> None:
+        if not self.count:
+            return
+        import hashlib
+
+        with self.file as file:
+            file.seek(0)
+            file.write(b"PACK" + (2).to_bytes(4) + self.count.to_bytes(4))
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        self.store.git("index-pack", "-o", f"{self.stem}.idx", f"{self.stem}.pack")
+        for path in (f"{self.stem}.pack", f"{self.stem}.idx"):
+            self.store.state["packs"][os.path.basename(path)] = os.stat(path).st_size
 
 
 class Rules:
@@ -526,19 +575,56 @@ class Walk:
     def __init__(self, store: Store, workspace: str, label: str, most: int) -> None:
         self.store, self.label, self.most = store, label, most
         self.cache = self.read_cache()
-        self.into = Import(store, store.state["last"].get(label, "") if self.cache else "")
+        self.pack, self.looks = Pack(store), False
+        self.edits: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
         self.rules = Rules(store)
         self.folders: dict[str, Folder] = {}
         self.loaded: dict[str, dict[str, Row]] = {}
-        self.racy, self.leftovers = list[tuple[str, str]](), list[tuple[str, str]]()
-        self.temporary = store.state.get("temporary") or "\0"
+        self.racy, self.leftovers = dict[str, set[str]](), list[tuple[str, str]]()
+        self.temporary: str = store.state.get("temporary", "")
         self.settled = time.time_ns() - RACY_NS
         try:
             self.root = os.open(workspace, FLAGS | os.O_DIRECTORY)
         except OSError as error:
             raise Failure(f"{printable(workspace)}: {error.strerror}",
                           "Is it still there?") from None
+        self.shared = self.share() if len(self.cache) > SHARED and not self.temporary else {}
         self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False)
+
+    def share(self) -> dict[str, list[str]]:
+        """Let a child compare half of the directories with the cache, while we walk the rest.
+
+        Returns its directories, each with those below, which stand before it in the cache.
+        """
+        half = [*self.cache][: len(self.cache) // 2]
+        inside, shared, below = {*half}, dict[str, list[str]](), list[str]()
+        for path in half:
+            below.append(path)
+            if path.rpartition("/")[0] not in inside:
+                shared[path], below = below, []
+        self.answers, answer = os.pipe()
+        if not os.fork():
+            try:
+                self.looks, self.shared, same = True, {}, list[str]()
+                for path in shared:
+                    parts = path.split("/")
+                    with contextlib.suppress(Exception), opened(self.root, path) as fd:
+                        self.folder(fd, path, os.fstat(fd).st_mode, len(parts), ".git" in parts)
+                        same.append(path)
+                with open(answer, "wb") as file:
+                    file.write(os.fsencode("\0".join(same)))
+            finally:
+                os._exit(0)
+        os.close(answer)
+        return shared
+
+    @functools.cached_property
+    def same(self) -> set[str]:
+        """Where the child has found nothing new; elsewhere we must look ourselves."""
+        with open(self.answers, "rb") as file:
+            found = {*os.fsdecode(file.read()).split("\0")}
+        os.wait()
+        return found
 
     def read_cache(self) -> dict[str, Folder]:
         """Empty where there is none, where it is not of the last snapshot, or damaged."""
@@ -549,12 +635,30 @@ class Walk:
             return {}
         return marshal.loads(data) if mark == self.mark(data) else {}
 
+    # What has changed in a directory, as changes of its tree
+
+    def edit(self, path: str) -> dict[bytes, tuple[bytes, bytes]]:
+        if self.looks:
+            raise Failure(f"{path} has changed", "")
+        if path not in self.edits:
+            tree = self.cache[path][3] if path in self.cache else b""
+            self.edits[path] = self.store.raw(tree.hex()) if tree else {}
+            self.pack.known |= {tree, *(id for _, id in self.edits[path].values())}
+        return self.edits[path]
+
+    def put(self, folder: str, name: str, data: bytes, mode: bytes = b"100644") -> None:
+        self.edit(folder)[os.fsencode(name)] = mode, self.pack.put(b"blob", data)
+
+    def drop(self, folder: str, name: str) -> None:
+        for stored in names(name):
+            self.edit(folder).pop(stored, None)
+
     def mark(self, data: bytes) -> bytes:
         """What a cache begins with: the interpreter it is for, a check, the tree it is of."""
         tree = self.store.state["last"].get(self.label)
         return b"%x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
-    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> None:
+    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> bytes:
         rows, folders = list[Row](), dict[str, int]()
         with os.scandir(fd) as found:
             for entry in found:
@@ -570,31 +674,35 @@ class Walk:
                 else:  # as row_of has it
                     rows.append((entry.name, st.st_mode, st.st_size, st.st_mtime_ns,
                                  st.st_ctime_ns, st.st_ino))
-        seen, old, old_mode = self.cache.get(path, (NO_ROWS, {}, -1))
+        seen, old, old_mode, tree = self.cache.get(path, NO_FOLDER)
         prefix, now = f"{path}/" if path else "", marshal.dumps(rows, 2)
         if not (git or self.rules.frozen):
             self.freeze(fd, prefix)
         if now != seen or old.keys() - folders.keys():
             before = {row[0]: row for row in marshal.loads(seen)}
             for name in before.keys() - {row[0] for row in rows} | old.keys() - folders.keys():
-                self.into.drop(prefix + name)
+                self.drop(path, name)
             rows = [kept for row in rows if (kept := row if before.get(row[0]) == row else
                                              self.file(fd, path, row, row[0] in before, git))]
             now = marshal.dumps(rows, 2)
         inner = dict[str, str]()
-        for name, folder_mode in folders.items():
-            what = self.enter(fd, prefix + name, folder_mode, depth, git, old.get(name))
+        for name, folder_mode in sorted(folders.items(),
+                                        key=lambda item: prefix + item[0] in self.shared):
+            what = self.enter(fd, path, name, folder_mode, depth, git, old.get(name))
             if what is not None:
                 inner[name] = what
         mode = stat.S_IMODE(mode)
         if mode != old_mode:
-            self.into.put(marked(prefix + ":dir", ""), b"%o" % mode)
-        self.folders[path] = now, inner, mode
+            self.put(path, ":dir", b"%o" % mode)
+        if path in self.edits:
+            tree = self.pack.put_tree(self.edits.pop(path))
+        self.folders[path] = now, inner, mode, tree
+        return tree
 
-    def enter(self, fd: int, path: str, mode: int, depth: int, git: bool, old: str | None,
-              ) -> str | None:
+    def enter(self, fd: int, folder: str, name: str, mode: int, depth: int, git: bool,
+              old: str | None) -> str | None:
         """What is said of a directory that is not entered; None if it is gone. `old` was said."""
-        name = path.rpartition("/")[2]
+        path = f"{folder}/{name}" if folder else name
         if git and name == "objects" and not {"refs", "logs"} & {*path.split("/")}:
             said = "objects"
         elif not (git or name == ".git" or old == "") and (
@@ -602,6 +710,9 @@ class Walk:
             said = "ignored {} {} {}".format(*self.count(fd, name))
         elif depth >= DEPTH or len(path) > PATH_CHARACTERS:
             said = "deep"
+        elif path in self.shared and path in self.same:
+            self.folders.update((below, self.cache[below]) for below in self.shared[path])
+            return ""
         else:
             said = ""
             try:
@@ -611,14 +722,16 @@ class Walk:
             except OSError:
                 said = "unreadable"
         if said != old and old is not None:
-            self.into.drop(path)
+            self.drop(folder, name)
         if said == "":
             try:
-                self.folder(inner, path, mode, depth + 1, git or name == ".git")
+                tree = self.folder(inner, path, mode, depth + 1, git or name == ".git")
             finally:
                 os.close(inner)
+            if old is None or path not in self.cache or tree != self.cache[path][3]:
+                self.edit(folder)[os.fsencode(f"={name}")] = b"40000", tree
         elif said and said != old:
-            self.into.put(marked(path, ":s="), said.encode())
+            self.put(folder, f":s={name}", said.encode())
         return said
 
     def freeze(self, fd: int, prefix: str) -> None:
@@ -633,26 +746,26 @@ class Walk:
         """Put it into the store. Returns its row as it was then, None where it is not kept."""
         name, *key = row
         path = f"{folder}/{name}" if folder else name
-        found: tuple[Row, str, bytes, str] | None = None
-        if name.startswith(self.temporary):
+        found: tuple[Row, str, bytes, bytes] | None = None
+        if self.temporary and name.startswith(self.temporary):
             self.leftovers.append((folder, name))
         elif not (git and name.endswith(".lock")):
             found = self.look(fd, path, row)
         if known:
-            self.into.drop(path)
+            self.drop(folder, name)
         if not found:
             return None
         row, mark, data, mode = found
-        self.into.put(marked(path, mark), data, mode)
-        full = stat.S_IMODE(row[1]) if mark == "=" and mode != "120000" else 0o644
+        self.put(folder, mark + name, data, mode)
+        full = stat.S_IMODE(row[1]) if mark == "=" and mode != b"120000" else 0o644
         if full not in (0o644, 0o755):
-            self.into.put(marked(path, ":m="), b"%o" % full)
+            self.put(folder, f":m={name}", b"%o" % full)
         return row
 
-    def look(self, fd: int, path: str, row: Row) -> tuple[Row, str, bytes, str] | None:
+    def look(self, fd: int, path: str, row: Row) -> tuple[Row, str, bytes, bytes] | None:
         """Its row, the mark of its name, its content and its mode for git; None if it is gone."""
-        def note(*words: object) -> tuple[Row, str, bytes, str]:
-            return row, ":s=", " ".join(map(str, words)).encode(), "100644"
+        def note(*words: object) -> tuple[Row, str, bytes, bytes]:
+            return row, ":s=", " ".join(map(str, words)).encode(), b"100644"
 
         folder, _, name = path.rpartition("/")
         for _ in range(ATTEMPTS):
@@ -661,31 +774,26 @@ class Walk:
                     return note("unreadable")
                 _, mode, size, *times, _ = row
                 if max(times) >= self.settled:
-                    self.racy.append((folder, name))
+                    self.racy.setdefault(folder, set()).add(name)
                 if stat.S_ISLNK(mode):
-                    return row, "=", os.readlink(os.fsencode(name), dir_fd=fd), "120000"
+                    return row, "=", os.readlink(os.fsencode(name), dir_fd=fd), b"120000"
                 if not stat.S_ISREG(mode):
                     return note(special(mode))
                 if size > WHOLE_BYTES or size > IGNORED_BYTES and self.rules.ignored(path, False):
                     return note("large", size, *times)
-                if self.full():
+                if self.pack.size > self.most:
                     return note("full", size, *times)
                 data, st = self.read(fd, name, size)
                 if row_of(name, st) == row and len(data) == size:
-                    return row, "=", data, "100755" if mode & 0o100 else "100644"
+                    return row, "=", data, b"100755" if mode & 0o100 else b"100644"
                 row = row_of(name, os.stat(name, dir_fd=fd, follow_symlinks=False))
             except FileNotFoundError:
                 return None
             except OSError:
-                self.racy.append((folder, name))
+                self.racy.setdefault(folder, set()).add(name)
                 return note("unreadable", *row[2:5])
-        self.racy.append((folder, name))  # it is being written all the time
-        return row, "=", data, "100755" if mode & 0o100 else "100644"
-
-    def full(self) -> bool:
-        """Has this snapshot written more than the store may have?"""
-        return self.into.size > self.most < sum(
-            entry.stat().st_size for entry in os.scandir(self.store.at("tmp/packs/pack")))
+        self.racy.setdefault(folder, set()).add(name)  # it is being written all the time
+        return row, "=", data, b"100755" if mode & 0o100 else b"100644"
 
     def read(self, fd: int, name: str, size: int) -> tuple[bytes, os.stat_result]:
         """No more than it had, and one byte to know that it grows. Raises OSError."""
@@ -716,13 +824,14 @@ class Walk:
     def commit(self) -> str:
         """Make it the last snapshot of its tree; the caller saves the state. Returns its tree."""
         state = self.store.state
-        self.tree = state["last"][self.label] = self.into.finish()
+        self.pack.finish()
+        self.tree = state["last"][self.label] = self.folders[""][3].hex()
         state["first"].setdefault(self.label, self.tree)
         noted = dict(self.folders)
-        for folder, name in self.racy:  # no row is like that
-            rows, inner, mode = noted[folder]
-            noted[folder] = marshal.dumps([row if row[0] != name else (name, 0)
-                                           for row in marshal.loads(rows)], 2), inner, mode
+        for folder, names in self.racy.items():  # no row is like that
+            rows = [(row[0], 0) if row[0] in names else row
+                    for row in marshal.loads(noted[folder][0])]
+            noted[folder] = marshal.dumps(rows, 2), *noted[folder][1:]
         if noted != self.cache:
             data = marshal.dumps(noted)
             write(self.store.at(f"cache-{self.label}"), self.mark(data) + data, sync=False)
@@ -731,7 +840,7 @@ class Walk:
     def key(self, path: str) -> Row | str | None:
         """What a path was: None where nothing was there, "" for a directory."""
         folder, _, name = path.rpartition("/")
-        rows, inner, _ = self.folders.get(folder, (NO_ROWS, {}, 0))
+        rows, inner, *_ = self.folders.get(folder, NO_FOLDER)
         if folder not in self.loaded:
             self.loaded[folder] = {row[0]: row for row in marshal.loads(rows)}
         return "" if name in inner else self.loaded[folder].get(name)
@@ -767,7 +876,8 @@ class Restore:
                                                or self.walk.key(path) in (None, "")):
                 kind, *_ = self.store.note(note.id).decode().split()
                 self.left[path] = not_kept(kind)
-                self.never.add(path)
+                if kind not in WORK:
+                    self.never.add(path)
             else:
                 self.changes[path] = old, new
                 self.done[path] = status(old, new)
@@ -1093,6 +1203,10 @@ class Request:
         if turn:
             event = self.event("turn", walk.tree, **about)
         elif event:
+            if event.get("undone") and not event["after"]:  # what it has done since is not
+                event["undone"] = walk.tree == [
+                    undo["after"] for undo in self.events
+                    if undo["kind"] == "undo" and event["id"] in undo["turns"]][-1]
             event |= about | {"after": walk.tree}
             event |= self.totals(event["before"], walk.tree)
         return self.finish(tree=walk.tree, turn=event)
@@ -1114,11 +1228,13 @@ class Request:
         if not now:
             raise Failure("there is no snapshot yet", "One is taken when an agent runs.",
                           "nothing")
-        if turn := self.take("turn", str, ""):
-            event = self.find(turn)
+        turn = self.take("turn", str, "")
+        event = self.find(turn) if turn else None
+        if self.take("now", bool, False) and not (event and event["after"]):
+            now = self.walk().tree
+        old, new = self.store.state["first"][self.label], now
+        if event:
             old, new = event["before"], self.after(event, now)
-        else:
-            old, new = self.store.state["first"][self.label], now
         rows = differences(self.store, old, new, self.paths, self.take("patch", bool, False),
                            self.agents)
         if self.paths != [""] and not rows:
@@ -1162,9 +1278,7 @@ class Request:
         if self.label == "main" or "main" not in state["last"]:
             raise Failure("there is nothing to merge", "A copy has a snapshot and another tree.",
                           "nothing")
-        merges = [event for event in self.events if event["kind"] == "merge"
-                  and event["tree"] == self.label and not event.get("undone")]
-        base = merges[-1]["theirs"] if merges else state["first"]["main"]
+        base = self.store.merged(self.events).get(self.label, state["first"]["main"])
         theirs = state["last"]["main"]
         return self.finish(**self.bring(self.walk(), "merge", [(base, theirs)]))
 
@@ -1182,26 +1296,26 @@ class Request:
         restore = Restore(walk, self.take("discard", bool, False))
         wanted = list[tuple[str, Entry | None, Entry | None]]()
         for path, old, new in self.store.changes(walk.tree, tree):
-            if not below(path, self.paths):
-                continue
-            if kind == "merge" and in_git(path):
-                conflicts -= {whole_git(path)}
-                restore.left[whole_git(path)] = "what is git's own does not leave a copy"
-                restore.never.add(whole_git(path))
-            elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
-                      or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
+            # merge-tree calls a file so where there is a directory of its name
+            plain = re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path)
+            if kind == "merge" and in_git(plain):
+                conflicts.add(whole_git(plain))
+            elif below(path, self.paths) and not any(
+                    below(name, conflicts) or f"{name}/:dir".lstrip("/") in conflicts
+                    for name in (path, plain)):
                 wanted.append((path, old, new))
         for path in {path.removesuffix(":dir").rstrip("/") for path in conflicts}:
-            if below(path, self.paths):
-                restore.left.setdefault(path, "both have changed it")
+            if below(path, self.paths) and kind == "merge" and in_git(path):
+                restore.left[path] = "what is git's own does not leave a copy"
+                restore.never.add(path)
+            elif below(path, self.paths):
+                restore.left[path] = "both have changed it"
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
                           "Paths begin at the top of the workspace.", "missing")
         dry = self.take("dry", bool, False)
         if not dry:
-            whole = self.paths == [""] and not conflicts
-            expected = {*restore.left}
             restore.apply()
             self.store.state["temporary"] = ""
             after = self.walk().tree
@@ -1209,7 +1323,11 @@ class Request:
             event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
                       "when": self.take("when", str, "")}
             if kind == "merge":  # what has not come this time comes with the next one
-                event["theirs"] = steps[0][whole and expected == {*restore.left}]
+                base, theirs = steps[0]
+                if self.paths != [""]:
+                    theirs = self.store.graft(base, theirs, self.paths, True)
+                event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
+                                                   - restore.never, False)
             if self.paths == [""] and (restore.done or not restore.left):
                 for other in self.events:
                     if other["id"] in turns:
