@@ -2643,9 +2643,9 @@ def recreation(session: Session, flags: Layer,
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
-    kept["workspace"] = have.get("workspace", "mount")
     kept |= {name: value for name, value in flags.values.items()
-             if KEYS[name].fixed or name in ("envFile", "workspace")}
+             if KEYS[name].fixed or name == "envFile"}
+    kept["workspace"] = flags.values.get("workspace", have.get("workspace", "mount"))
     if "network" in flags.values:
         now = session_config(session).get("network")
         kept["network"] = with_rules(now, flags.values["network"])
