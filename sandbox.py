@@ -6300,7 +6300,7 @@ def read_plainly(command: str, words: Sequence[str]) -> Any:
     left = iter(words)
     for word in left:
         name, settings = known.get(word, ("", {}))
-        if settings.get("action", "")[:5] == "store":
+        if settings.get("action") in ("store_true", "store_const"):
             values[name] = settings.get("const", True)
             continue
         value = next(left, "-")

@@ -93,7 +93,7 @@ CONNECTIONS = 600  # with more than these, one has to end
 SPARE_CONNECTIONS = 50  # room beyond that, for those that are just ending
 CONNECTIONS_TRIMMED = 20  # after so many have gone, the memory that they took is given back
 ROOM_SECONDS = 2  # how long a new connection waits for one that was told to make room
-STACK_BYTES = 256 * 1024
+STACK_BYTES = 1024 * 1024  # glibc keeps 40 MB of the stacks that were used, with what they hold
 LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
@@ -110,6 +110,8 @@ CHUNK_BYTES = 64 * 1024
 RING_BYTES = WINDOW_BYTES = 1024 * 1024
 MESSAGE_BYTES = 1024 * 1024
 STALL_SECONDS = 5  # a viewer that takes nothing for so long no longer holds the program up
+FLOOD_BYTES, FLOOD_SECONDS = 8192, 0.2  # at once, after which output counts as a flood for so long
+REST_SECONDS = 0.004  # between two pieces of a flood, for each other one
 PING_SECONDS = 30  # the kernel ends a connection whose other end is gone, however slow it was
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
@@ -2375,6 +2377,7 @@ class Terminal:
         self.ended = self.closing = False
         self.reason = ""  # why it has ended, where that is not by itself
         self.cuts = 0  # of clients, one soon after the other
+        self.flooding = self.resting = 0.0  # until when it counts as a flood, and reads nothing
         self.end_seen = 0.0  # when a viewer was last told of the end
         self.thread = threading.Thread(target=self.pump, daemon=True)
         self.wake_read, self.wake_write = os.pipe()
@@ -2566,7 +2569,7 @@ class Terminal:
         poller = select.poll()
         poller.register(self.wake_read, select.POLLIN)
         if not self.ended:
-            reads = select.POLLIN if self.may_read() else 0
+            reads = select.POLLIN if self.may_read() and not self.rest_seconds() else 0
             writes = select.POLLOUT if self.input and (self.greeted or not self.held) else 0
             if self.held:
                 for fd, mask in ((self.out, reads), (self.master, writes), (self.err, 1)):
@@ -2590,7 +2593,23 @@ class Terminal:
         """Seconds until something may have to be done without an event."""
         if self.ended:
             return 1.0 if self.viewers else 60.0
-        return float(PING_SECONDS if self.may_read() and not self.arriving else 1)
+        most = PING_SECONDS if self.may_read() and not self.arriving else 1
+        return self.rest_seconds() or float(most)
+
+    def rest_seconds(self) -> float:
+        """How long to leave the output where it is.
+
+        Several floods together go on at some 10 MB/s, faster than anybody reads: at full speed they
+        would take all processors, and what is typed in another terminal would wait for them.
+        """
+        return max(0.0, self.resting - time.monotonic())
+
+    def rest(self) -> None:
+        """After a piece of a flood: the longer, the more there are."""
+        now = time.monotonic()
+        self.flooding = now + FLOOD_SECONDS
+        others = sum(terminal.flooding > now for terminal in self.app.terminals.all()) - 1
+        self.resting = now + REST_SECONDS * others
 
     def is_ready(self) -> bool:
         """Whether the ring has what the holder had kept when it greeted us; else a viewer waits."""
@@ -2613,6 +2632,8 @@ class Terminal:
         except (OSError, ValueError):  # EIO: nobody has the other end open any more
             over = True
         if size:
+            if size >= FLOOD_BYTES:
+                self.rest()
             for viewer in self.viewers:
                 self.flush(viewer)
             new = self.ring.end - max(before, self.awaited, self.ring.first)
