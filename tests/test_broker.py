@@ -1,12 +1,11 @@
-"""The broker, run as it is: keys, strict requests, streams, use and budgets, turns, and what agents,
-upstreams and clocks may do to it.
+"""The broker, run as it is: keys, strict requests, streams, use and budgets, turns, and what
+agents, upstreams and clocks may do to it.
 
 Everything is on loopback. The upstream speaks TLS with a certificate of an authority made here.
 """
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -16,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +30,6 @@ from test_proxy import (
     Outside,
     Proxy,
     free_port,
-    load,
     read_all,
     read_exactly,
     read_until,
@@ -224,8 +223,8 @@ class Upstream(Outside):
         return self.requests[index].partition(b"\r\n\r\n")[0].decode().split("\r\n")
 
 
-def anthropic(into: int = 100, out: int = 10, model: str = "claude-opus-4-8", read: int = 0) -> bytes:
-    body = json.dumps({"model": model, "content": [], "usage": {
+def anthropic(into: int = 100, out: int = 10, read: int = 0) -> bytes:
+    body = json.dumps({"model": "claude-opus-4-8", "content": [], "usage": {
         "input_tokens": into, "output_tokens": out, "cache_read_input_tokens": read,
         "cache_creation_input_tokens": 0}}).encode()
     return OK + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -274,7 +273,7 @@ def test_the_key_stands_where_the_placeholder_stood(given: Broker, vendor: Upstr
     sent = sent.replace("PLACEHOLDER", PLACEHOLDER)
     answer = given.post("/anthropic/v1/messages?beta=true", body, "anthropic-beta: a,b", sent,
                         "Accept-Encoding: br", "x-app: cli", key="")
-    assert status(answer) == 200 and answer.endswith(vendor.answer or anthropic()[-20:])
+    assert status(answer) == 200 and answer.endswith(anthropic()[-20:])
     assert vendor.head() == [
         "POST /v1/messages?beta=true HTTP/1.1", f"Host: {vendor.place}", "anthropic-beta: a,b",
         received.replace("KEY", KEY), "Accept-Encoding: identity", "x-app: cli",
@@ -448,7 +447,7 @@ def test_what_is_pipelined_behind_a_request_goes_nowhere(given: Broker, vendor: 
 def test_a_websocket_is_refused_at_once(given: Broker, vendor: Upstream) -> None:
     """Codex tries it first."""
     request = given.request("GET", "/anthropic/responses", b"", "Connection: Upgrade",
-                            "Upgrade: websocket", "Sec-WebSocket-Key: a", "Sec-WebSocket-Version: 13")
+                            "Upgrade: websocket", "Sec-WebSocket-Version: 13")
     assert status(given.send(request)) == 426
     assert vendor.connections == 0 and given.lines() == []
 
@@ -463,7 +462,8 @@ def test_giant_and_broken_heads(given: Broker, vendor: Upstream, head: bytes) ->
     assert status(given.post("/anthropic/v1/messages")) == 200
 
 
-def test_a_body_that_comes_in_drops_goes_on_before_its_end(given: Broker, good: ssl.SSLContext) -> None:
+def test_a_body_that_comes_in_drops_goes_on_before_its_end(given: Broker,
+                                                           good: ssl.SSLContext) -> None:
     """It is not held: but for its last piece it is upstream while it still comes."""
     came = threading.Event()
 
@@ -492,3 +492,592 @@ def test_thousands_of_connections_leave_room_for_the_next(given: Broker, vendor:
                 sock.sendall((b"", b"POST /anthropic/v1/messages HTTP/1.1\r\n")[number % 2])
         assert given.rss_kib() <= 60 * 1024
     wait_for(lambda: given.post("/anthropic/v1/messages").startswith(b"HTTP/1.1 200"))
+
+
+# --- Streams ---
+
+SSE = OK.replace(b"application/json", b"text/event-stream") + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def test_each_event_comes_before_the_next_is_made(given: Broker, good: ssl.SSLContext) -> None:
+    went = threading.Semaphore(0)
+
+    def stream(sock: socket.socket) -> None:
+        sock.sendall(SSE)
+        for number in range(20):
+            assert went.acquire(timeout=SECONDS)
+            sock.sendall(chunk(b"data: %d\n\n" % number))
+        assert went.acquire(timeout=SECONDS)
+        sock.sendall(b"0\r\n\r\n")
+
+    with Upstream(good, stream) as upstream, given.connect() as sock:
+        given.give(upstream.url)
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", b"{}"))
+        read_until(sock, b"\r\n\r\n")
+        for number in range(20):
+            went.release()
+            assert read_until(sock, b"\n\n\r\n").endswith(b"data: %d\n\n\r\n" % number)
+        went.release()
+        assert read_all(sock) == b"0\r\n\r\n"
+
+
+def test_an_agent_that_goes_ends_the_stream(given: Broker, good: ssl.SSLContext) -> None:
+    ended = threading.Event()
+
+    def stream(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.sendall(SSE)
+            read_all(sock)
+        ended.set()
+
+    with Upstream(good, stream) as upstream:
+        given.give(upstream.url)
+        with given.connect() as sock:
+            sock.sendall(given.request("POST", "/anthropic/v1/messages", b"{}"))
+            read_until(sock, b"\r\n\r\n")
+        assert ended.wait(SECONDS)
+        wait_for(lambda: given.uses() and given.uses()[-1]["estimated"])
+
+
+def test_a_reset_in_a_stream_is_no_end_of_it(given: Broker, good: ssl.SSLContext) -> None:
+    """Also where the answer has no length, and its end would look like any other."""
+    came = threading.Event()
+
+    def stream(sock: socket.socket) -> None:
+        sock.sendall(OK + b"\r\nhalf of it")
+        assert came.wait(SECONDS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with Upstream(good, stream) as upstream, given.connect() as sock:
+        given.give(upstream.url)
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", b"{}"))
+        assert read_until(sock, b"half of it")
+        came.set()
+        with pytest.raises(ConnectionResetError):
+            read_all(sock)
+
+
+@pytest.mark.parametrize("code", [429, 529, 500, 400])
+def test_a_vendors_refusal_is_passed_on_with_its_headers(given: Broker, good: ssl.SSLContext,
+                                                         code: int) -> None:
+    body = b'{"type":"error","error":{"type":"overloaded_error","message":"Overloaded"}}'
+    head = (f"HTTP/1.1 {code} Whatever it is\r\nretry-after: 7\r\nx-should-retry: true\r\n"
+            f"anthropic-ratelimit-requests-remaining: 0\r\nContent-Length: {len(body)}\r\n")
+    with Upstream(good, head.encode() + b"Keep-Alive: timeout=5\r\n\r\n" + body) as upstream:
+        given.give(upstream.url)
+        answer = given.post("/anthropic/v1/messages")
+    assert answer == head.encode() + b"Connection: close\r\n\r\n" + body
+    wait_for(given.lines)
+    assert given.lines()[-1]["verdict"] == "allow" and given.usage()["spent"]["tokens"] == 0
+
+
+@pytest.mark.parametrize("place", ["https://stranger.example/", "/v1/other", "http://127.0.0.1:1/"])
+def test_no_redirect_is_followed_or_passed_on(given: Broker, good: ssl.SSLContext,
+                                              place: str) -> None:
+    with Upstream(good, f"HTTP/1.1 307 A\r\nLocation: {place}\r\n\r\n".encode()) as upstream:
+        given.give(upstream.url)
+        answer = given.post("/anthropic/v1/messages")
+        assert status(answer) == 402 and b"Location" not in answer
+        assert "leads to another place" in text(answer) and len(upstream.requests) == 1
+
+
+@pytest.mark.parametrize("length, body", [(1000, b"short"), (3, b"longer than it says")])
+def test_an_upstream_that_lies_about_lengths(given: Broker, good: ssl.SSLContext, length: int,
+                                             body: bytes) -> None:
+    """The agent sees the lie as it is, and its next request is not touched by it."""
+    head = OK + b"Content-Length: %d\r\n" % length
+    with Upstream(good, head + b"\r\n" + body) as upstream:
+        given.give(upstream.url)
+        for _ in range(3):
+            answer = given.post("/anthropic/v1/messages")
+            assert answer == head + b"Connection: close\r\n\r\n" + body
+
+
+@pytest.mark.parametrize("answer", [
+    b"", b"nothing of HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nno header\r\n\r\n", b"HTTP/2 200\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * 70_000 + b"\r\n\r\n", b"HTTP/1.1 200 O",
+    b"HTTP/1.1 200 OK\r\na: b\rc\r\n\r\n",
+])
+def test_a_broken_answer_is_said_to_be_one(given: Broker, good: ssl.SSLContext,
+                                           answer: bytes) -> None:
+    with Upstream(good, lambda sock: sock.sendall(answer)) as upstream:
+        given.give(upstream.url)
+        got = given.post("/anthropic/v1/messages")
+    assert status(got) == 502 and "head" in text(got)
+
+
+def test_what_comes_before_the_answer_is_skipped(given: Broker, good: ssl.SSLContext) -> None:
+    early = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n"
+    with Upstream(good, early + anthropic()) as upstream:
+        given.give(upstream.url)
+        answer = given.post("/anthropic/v1/messages", b"{}", "Expect: 100-continue")
+    assert status(answer) == 200 and b"Link" not in answer
+    assert "Expect" not in "".join(upstream.head())
+
+
+def test_an_upstream_that_refuses_and_one_that_is_not_there(given: Broker) -> None:
+    given.give(f"https://{OUTSIDE}:{free_port()}")
+    assert status(given.post("/anthropic/v1/messages")) == 502
+    given.give("https://nobody.invalid")
+    answer = given.post("/anthropic/v1/messages")
+    assert status(answer) == 502 and b"no address" in answer
+
+
+@pytest.mark.parametrize("name, end, said", [
+    ("IP:127.0.0.8", "20991231000000Z", "mismatch"),
+    ("DNS:localhost", "20991231000000Z", "mismatch"),
+    (f"IP:{OUTSIDE}", "20210101000000Z", "expired"),
+])
+def test_a_wrong_certificate_gets_no_byte(given: Broker, ca: Ca, name: str, end: str,
+                                          said: str) -> None:
+    with Upstream(ca.context(name, end)) as upstream:
+        given.give(upstream.url)
+        answer = given.post("/anthropic/v1/messages")
+        assert status(answer) == 402 and said in text(answer), answer
+        assert upstream.requests == [] and given.lines()[-1]["kind"] == "upstream"
+
+
+def test_an_unknown_authority_and_plain_text_get_no_byte(given: Broker, vendor: Upstream) -> None:
+    given.ca = ""
+    given.give(vendor.url)
+    answer = given.post("/anthropic/v1/messages")
+    assert status(answer) == 402 and "self-signed" in text(answer) or "issuer" in text(answer)
+    with Upstream(None) as plain:
+        given.give(f"https://{plain.place}")
+        assert status(given.post("/anthropic/v1/messages")) == 402 and plain.requests == []
+    assert vendor.requests == []
+
+
+def test_the_first_byte_may_be_slow_and_the_next_request_is_faster(given: Broker,
+                                                                   good: ssl.SSLContext) -> None:
+    """The connection of the next request is there already."""
+    go = threading.Event()
+
+    def slow(sock: socket.socket) -> None:
+        assert go.wait(SECONDS)
+        sock.sendall(anthropic())
+
+    with Upstream(good, slow) as upstream, given.connect() as sock:
+        given.give(upstream.url)
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", b"{}"))
+        wait_for(lambda: upstream.connections == 2)
+        go.set()
+        assert status(read_all(sock)) == 200
+        assert status(given.post("/anthropic/v1/messages")) == 200
+        wait_for(lambda: upstream.connections == 3)
+        assert len(upstream.requests) == 2
+
+
+def test_a_spare_connection_that_has_died_is_not_used(given: Broker, good: ssl.SSLContext) -> None:
+    spares: list[socket.socket] = []
+
+    class Keeper(Upstream):
+        def serve(self, sock: socket.socket) -> None:
+            if self.connections == 2:
+                good.wrap_socket(sock, server_side=True).close()
+                spares.append(sock)
+            else:
+                super().serve(sock)
+
+    with Keeper(good) as upstream:
+        given.give(upstream.url)
+        assert status(given.post("/anthropic/v1/messages")) == 200
+        wait_for(lambda: spares)
+        assert status(given.post("/anthropic/v1/messages")) == 200
+        assert len(upstream.requests) == 2
+
+
+# --- Use ---
+
+
+def events(*data: Any) -> bytes:
+    body = b"".join(b"event: %s\ndata: %s\n\n" % (item.get("type", "x").encode(),
+                                                 json.dumps(item).encode()) for item in data)
+    return SSE + chunk(body) + b"0\r\n\r\n"
+
+
+def plain(data: Any) -> bytes:
+    body = json.dumps(data).encode()
+    return OK + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+CLAUDE = {"input_tokens": 7, "cache_read_input_tokens": 1000, "cache_creation_input_tokens": 300,
+          "cache_creation": {"ephemeral_5m_input_tokens": 100, "ephemeral_1h_input_tokens": 200}}
+CLAUDE_COUNTS = [7, 50, 1000, 100, 200]
+CLAUDE_USD = (7 * 5 + 50 * 25 + 1000 * 0.5 + 100 * 6.25 + 200 * 10) / 1e6
+RESPONSES = {"input_tokens": 1500, "input_tokens_details": {
+    "cached_tokens": 1000, "cache_write_tokens": 100}, "output_tokens": 50,
+    "output_tokens_details": {"reasoning_tokens": 20}, "total_tokens": 1550}
+RESPONSES_USD = (400 * 2 + 50 * 10 + 1000 * 0.1 + 100 * 2.5) / 1e6
+CHAT = {"prompt_tokens": 1500, "completion_tokens": 50, "total_tokens": 1550,
+        "prompt_tokens_details": {"cached_tokens": 1000}}
+GEMINI = {"promptTokenCount": 1500, "candidatesTokenCount": 30, "thoughtsTokenCount": 20,
+          "cachedContentTokenCount": 1000, "toolUsePromptTokenCount": 100}
+GEMINI_USD = (600 * 1.25 + 50 * 10 + 1000 * 0.125) / 1e6
+
+
+@pytest.mark.parametrize("answer, model, counts, usd", [
+    (plain({"model": "claude-opus-4-8", "usage": {**CLAUDE, "output_tokens": 50}}),
+     "claude-opus-4-8", CLAUDE_COUNTS, CLAUDE_USD),
+    (events({"type": "message_start", "message": {"model": "claude-opus-4-8-20260101",
+                                                  "usage": {**CLAUDE, "output_tokens": 1}}},
+            {"type": "content_block_delta", "delta": {"text": '"usage": {"input_tokens": 9999}'}},
+            {"type": "message_delta", "usage": {"output_tokens": 50}}),
+     "claude-opus-4-8-20260101", CLAUDE_COUNTS, CLAUDE_USD),
+    (plain({"model": "gpt-6.1-sol", "usage": RESPONSES}), "gpt-6.1-sol", [400, 50, 1000, 100, 0],
+     RESPONSES_USD),
+    (events({"type": "response.created", "response": {"model": "gpt-6.1-sol", "usage": None}},
+            {"type": "response.completed", "response": {"output": ["a"] * 9999,
+                                                        "usage": RESPONSES}}),
+     "gpt-6.1-sol", [400, 50, 1000, 100, 0], RESPONSES_USD),
+    (events({"model": "some/model", "choices": []}, {"model": "some/model", "usage": CHAT}),
+     "some/model", [500, 50, 1000, 0, 0], None),
+    (events({"candidates": [], "usageMetadata": {"promptTokenCount": 1500},
+             "modelVersion": "gemini-2.5-pro"}, {"usageMetadata": GEMINI}),
+     "gemini-2.5-pro", [600, 50, 1000, 0, 0], GEMINI_USD),
+    (plain([{"usageMetadata": GEMINI, "modelVersion": "gemini-2.5-pro-preview-06-05"}]),
+     "gemini-2.5-pro-preview-06-05", [600, 50, 1000, 0, 0], GEMINI_USD),
+], ids=["claude", "claude stream", "responses", "responses stream", "chat stream", "gemini stream",
+        "gemini"])
+def test_what_was_used_is_what_the_vendor_says(given: Broker, good: ssl.SSLContext, answer: bytes,
+                                               model: str, counts: list[int],
+                                               usd: float | None) -> None:
+    """Also where it comes byte by byte."""
+    def slowly(sock: socket.socket) -> None:
+        for at in range(0, len(answer), 1 if len(answer) < 2000 else 999):
+            sock.sendall(answer[at:at + (1 if len(answer) < 2000 else 999)])
+
+    for way in (answer, slowly):
+        with Upstream(good, way) as upstream:
+            given.give(upstream.url)
+            assert status(given.post("/anthropic/v1/messages")) == 200
+    wait_for(lambda: len(given.uses()) == 2)
+    names = ("input", "output", "read", "written", "written_long")
+    for use in given.uses():
+        assert (use["model"], [use[name] for name in names]) == (model, counts)
+        assert use["usd"] == (usd and pytest.approx(usd)) and not use["estimated"]
+    (day,) = given.usage()["days"].values()
+    assert day["models"] == {model: [2, *(2 * count for count in counts),
+                                     usd and pytest.approx(2 * usd)]}
+
+
+def test_long_prompts_cost_more() -> None:
+    usage = load_module("usage")
+    row = {"m": [2, 10, 0.2, 2.5, 5, 1000, 2, 1.5]}
+    assert usage.dollars(row, "m", [500, 100, 400, 100, 0]) == pytest.approx(
+        (500 * 2 + 100 * 10 + 400 * 0.2 + 100 * 2.5) / 1e6)
+    assert usage.dollars(row, "m", [501, 100, 400, 100, 0]) == pytest.approx(
+        ((501 * 2 + 400 * 0.2 + 100 * 2.5) * 2 + 100 * 10 * 1.5) / 1e6)
+
+
+def load_module(name: str) -> Any:
+    import importlib.util
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("model, known", [
+    ("claude-opus-5", True), ("claude-opus-5-5", True), ("claude-opus-5-20260724", True),
+    ("claude-opus-5-9", False), ("claude-sonnet-4@20250514", True), ("gpt-6.1-sol", True),
+    ("gpt-5-2025-08-07", True), ("gpt-5-turbo", False), ("gemini-3.1-pro-preview", True),
+    ("gemini-2.5-flash-lite", True), ("", False), ("stub", False),
+])
+def test_a_model_without_a_price_has_none(model: str, known: bool) -> None:
+    usd = load_module("usage").dollars(TABLE["prices"]["models"], model, [10**6, 0, 0, 0, 0])
+    assert (usd is not None) == known
+    if known:
+        assert 0 < usd <= 100
+
+
+def test_the_table_of_prices_is_whole() -> None:
+    for model, row in TABLE["prices"]["models"].items():
+        assert len(row) in (5, 8) and all(price > 0 for price in row), model
+        into, out, read, written, long = row[:5]
+        assert read <= into <= out and into <= written <= long, model
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", TABLE["prices"]["date"])
+
+
+@pytest.mark.parametrize("usage", [
+    '"usage": {"input_tokens": -5, "output_tokens": 1e99}', '"usage": {"input_tokens": true}',
+    '"usage": {"input_tokens": 99999999999999999999}', '"usage": {"input_tokens": "7"}',
+    '"usage": {', '"usage": {' * 3000, '"usage": {"a": ' + "[" * 3000, '"usage": null',
+])
+def test_wrong_counts_are_estimated(given: Broker, good: ssl.SSLContext, usage: str) -> None:
+    with Upstream(good, OK + b"\r\n{" + usage.encode()) as upstream:
+        given.give(upstream.url)
+        body = b'{"messages": "' + b"a" * 4000 + b'"}'
+        assert status(given.post("/anthropic/v1/messages", body)) == 200
+    wait_for(lambda: given.uses())
+    use = given.uses()[-1]
+    assert use["estimated"] and use["input"] == len(body) // 4 and use["usd"] is None
+    assert given.usage()["days"].popitem()[1]["models"]["unknown"][:2] == [1, len(body) // 4]
+
+
+def test_who_breaks_off_before_the_count_has_used_something(given: Broker,
+                                                            good: ssl.SSLContext) -> None:
+    def stream(sock: socket.socket) -> None:
+        sock.sendall(SSE + chunk(b"data: " + b"a" * 8000))
+        read_all(sock)
+
+    with Upstream(good, stream) as upstream:
+        given.give(upstream.url)
+        with given.connect() as sock:
+            sock.sendall(given.request("POST", "/anthropic/v1/messages", b"{" + b" " * 3998 + b"}"))
+            read_until(sock, b"a" * 8000)
+        wait_for(lambda: given.uses())
+    assert given.uses()[0]["estimated"] and given.uses()[0]["input"] == 1000
+    assert given.uses()[0]["output"] >= 1000
+
+
+def test_what_costs_nothing_is_not_counted(given: Broker, vendor: Upstream) -> None:
+    assert status(given.post("/anthropic/v1/messages/count_tokens")) == 200
+    assert given.usage()["days"] == {} and given.uses() == []
+
+
+# --- Budgets ---
+
+
+def test_one_request_may_cross_a_budget_and_the_next_is_refused(given: Broker,
+                                                                vendor: Upstream) -> None:
+    given.ask(do="set", budget={"tokens": 150, "per": "session"})
+    for _ in range(2):
+        assert status(given.post("/anthropic/v1/messages")) == 200
+        wait_for(lambda: len(given.uses()) == len(vendor.requests))
+    refused = given.post("/anthropic/v1/messages")
+    assert status(refused) == 402 and b"X-Should-Retry: false" in refused
+    assert "220.00 of 150 tokens" in text(refused)
+    assert "sandbox budget demo 300tokens" in text(refused)
+    assert len(vendor.requests) == 2 and given.lines()[-1]["kind"] == "budget"
+    assert status(given.post("/anthropic/v1/messages/count_tokens")) == 200
+    given.ask(do="set", budget={"tokens": 300})
+    assert status(given.post("/anthropic/v1/messages")) == 200
+
+
+@pytest.mark.parametrize("name, code", [("anthropic", 402), ("openai", 400), ("gemini", 429),
+                                        ("google", 400), ("openrouter", 400)])
+def test_a_refusal_has_the_status_that_stops_its_agents(broker: Broker, vendor: Upstream, name: str,
+                                                        code: int) -> None:
+    broker.give(vendor.url, name, budget={"usd": 0})
+    path = {"anthropic": "v1/messages", "openai": "responses", "openrouter": "chat/completions",
+            "gemini": "v1beta/models/gemini-2.5-pro:streamGenerateContent?alt=sse",
+            "google": "models/gemini-2.5-pro:generateContent"}[name]
+    answer = broker.post(f"/{name}/{path}")
+    assert status(answer) == code and "budget" in text(answer) and vendor.requests == []
+
+
+def used(broker: Broker, count: int) -> bool:
+    return len(broker.uses()) == count
+
+
+def test_dollars_and_tokens_from_a_cache(given: Broker, good: ssl.SSLContext) -> None:
+    """What was read from a cache costs dollars, and counts for no tokens."""
+    with Upstream(good, anthropic(10, 0, read=1_000_000)) as upstream:
+        given.give(upstream.url, budget={"usd": 0.9, "tokens": 100})
+        for number in range(2):
+            assert status(given.post("/anthropic/v1/messages")) == 200
+            wait_for(partial(used, given, number + 1))
+        assert "1.00 of 0.9 usd" in text(given.post("/anthropic/v1/messages"))
+        spent = given.usage()["spent"]
+        assert (spent["usd"], spent["tokens"]) == (pytest.approx(1.0001), 20)
+
+
+def test_ten_agents_on_one_budget(given: Broker, vendor: Upstream) -> None:
+    """Of each at most the request that is under way comes through when it is spent."""
+    given.ask(do="set", budget={"tokens": 5500})
+    answers: list[int] = []
+
+    def work() -> None:
+        while (code := status(given.post("/anthropic/v1/messages"))) == 200:
+            answers.append(code)
+
+    threads = [threading.Thread(target=work) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert 50 <= len(answers) <= 50 + 9
+    wait_for(lambda: len(given.uses()) == len(answers))
+    assert given.usage()["spent"]["tokens"] == 110 * len(answers)
+
+
+def test_counts_and_budgets_outlive_a_restart(given: Broker, vendor: Upstream) -> None:
+    given.post("/anthropic/v1/messages")
+    wait_for(lambda: given.uses())
+    before = given.usage()
+    given.restart()
+    assert given.usage()["days"] == before["days"] != {}
+    given.give(vendor.url, budget={"tokens": 110})
+    assert status(given.post("/anthropic/v1/messages")) == 402
+    assert sorted(path.name for path in given.directory.glob("counts*")) == ["counts.json"]
+
+
+@pytest.mark.parametrize("shift, code", [(-86400, 200), (86400, 402), (-3650 * 86400, 200),
+                                         (3650 * 86400, 402)])
+def test_a_day_has_a_budget_and_a_clock_that_goes_back_gives_none(
+    broker: Broker, vendor: Upstream, shift: float, code: int
+) -> None:
+    """The counts are of a day before, or of one that the clock has been at and is not any more."""
+    day = time.strftime("%Y-%m-%d", time.gmtime(time.time() + shift))
+    counts = {"days": {day: {"seconds": 1, "models": {"a": [1, 100, 0, 0, 0, 0, None]}}}}
+    (broker.directory / "counts.json").write_text(json.dumps(counts))
+    broker.restart()
+    broker.give(vendor.url, budget={"tokens": 100, "per": "day"})
+    assert status(broker.post("/anthropic/v1/messages")) == code
+    broker.give(vendor.url, budget={"tokens": 100, "per": "session"})
+    assert status(broker.post("/anthropic/v1/messages")) == 402
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"days": 1}', '{"days": {"a": {}}}', "\0",
+                                     '{"days": {"a": {"seconds": 1, "models": {"a": [1]}}}}'])
+def test_counts_that_cannot_be_read_close_a_budget(broker: Broker, vendor: Upstream,
+                                                   content: str) -> None:
+    (broker.directory / "counts.json").write_text(content)
+    broker.restart()
+    broker.give(vendor.url, budget={"tokens": 10**9})
+    answer = broker.post("/anthropic/v1/messages")
+    assert status(answer) == 402 and "cannot be read" in text(answer)
+    broker.give(vendor.url, budget={})
+    assert status(broker.post("/anthropic/v1/messages")) == 200
+
+
+def test_minutes_end_a_running_stream(given: Broker, good: ssl.SSLContext) -> None:
+    def stream(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.sendall(SSE)
+            while True:
+                sock.sendall(chunk(b"data: a\n\n"))
+                time.sleep(0.01)
+
+    with Upstream(good, stream) as upstream, given.connect() as sock:
+        given.give(upstream.url, budget={"minutes": 0.5 / 60})
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", b"{}"))
+        with pytest.raises(ConnectionResetError):
+            read_all(sock)
+        assert "minutes" in text(given.post("/anthropic/v1/messages"))
+        assert given.usage()["spent"]["minutes"] * 60 >= 0.5
+
+
+# --- Turns ---
+
+PROMPT = b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "b"}]}'
+
+
+def test_a_turn_waits_for_its_checkpoint(given: Broker, vendor: Upstream) -> None:
+    given.ask(do="set", turns=SECONDS)
+    with Asker(given) as host, given.connect() as sock:
+        assert host.say(do="watch") == {"ok": True}
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
+        turn = host.read_until("turn")
+        assert turn["provider"] == "anthropic" and vendor.requests == []
+        host.write(do="turn", id=turn["turn"], error="")
+        assert status(read_all(sock)) == 200
+        assert host.read_until("use")["use"]["model"] == "claude-opus-4-8"
+        # what is tried again is the same turn
+        assert status(given.post("/anthropic/v1/messages", PROMPT)) == 200
+        other = given.connect()
+        other.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT + b" "))
+        assert host.read_until("turn")["turn"] != turn["turn"]
+        other.close()
+
+
+def test_a_turn_without_its_checkpoint_is_refused_with_the_reason(given: Broker,
+                                                                  vendor: Upstream) -> None:
+    given.ask(do="set", turns=SECONDS)
+    with Asker(given) as host, given.connect() as sock:
+        host.say(do="watch")
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
+        host.write(do="turn", id=host.read_until("turn")["turn"], error="the disk is full")
+        answer = read_all(sock)
+    assert status(answer) == 402 and text(answer) == "sandbox: the disk is full"
+    assert vendor.requests == [] and given.lines()[-1]["kind"] == "turn"
+    assert given.usage()["days"] in ({}, given.usage()["days"])
+    assert given.usage()["spent"]["tokens"] == 0
+
+
+def test_a_turn_that_nobody_answers_ends_by_its_deadline(given: Broker, vendor: Upstream) -> None:
+    given.ask(do="set", turns=0.2)
+    answer = given.post("/anthropic/v1/messages", PROMPT)
+    assert status(answer) == 402 and "nobody made the checkpoint" in text(answer)
+    assert vendor.requests == []
+
+
+def test_who_watches_later_hears_of_a_turn_that_waits(given: Broker, vendor: Upstream) -> None:
+    given.ask(do="set", turns=SECONDS)
+    with given.connect() as sock:
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
+        wait_for(lambda: waiting(given))
+        with Asker(given) as host:
+            host.write(do="watch")
+            host.write(do="turn", id=host.read_until("turn")["turn"], error="")
+            assert status(read_all(sock)) == 200
+
+
+def waiting(broker: Broker) -> bool:
+    with Asker(broker) as host:
+        host.write(do="watch")
+        return "turn" in host.read()
+
+
+def turn(name: str, body: bytes, size: int = 10**6) -> bool:
+    marks = load_module("usage").Marks()
+    for at in range(0, len(body), size):
+        marks.see(body[at:at + size])
+    return bool(marks.begins_turn)
+
+
+USER = {"role": "user", "content": "a"}
+TOOLS = {"tools": [{"name": "a"}]}
+RESULT = {"role": "user", "content": [{"type": "tool_result", "content": "a"}]}
+HEARD = {"parts": [{"functionResponse": {"name": "a"}}], "role": "user"}
+
+
+@pytest.mark.parametrize("body, begins", [
+    ({"messages": [USER], **TOOLS}, True),
+    ({"messages": [USER]}, False),  # an agent's own, for a title
+    ({"messages": [USER], "tools": []}, False),
+    ({"messages": [USER, {"role": "system", "content": "a"}], **TOOLS}, True),
+    ({"messages": [USER, {"role": "assistant", "content": "a"}, RESULT], **TOOLS}, False),
+    ({"messages": [USER, {"role": "assistant", "content": "a"}, USER], **TOOLS}, True),
+    ({"messages": [USER, {"role": "assistant", "content": "a"}], **TOOLS}, False),
+    ({"messages": [{"role": "user", "content": '"role": "assistant"'}], **TOOLS}, True),
+    ({"messages": [USER, {"role": "assistant"}, {"role": "tool", "content": "a"}], **TOOLS}, False),
+    ({"input": [{"type": "additional_tools", **TOOLS}, USER]}, True),
+    ({"input": [{**TOOLS}, USER, {"type": "custom_tool_call_output", "output": "a"}]}, False),
+    ({"input": [{**TOOLS}, USER, {"type": "function_call_output", "output": "a"}, USER]}, True),
+    ({"contents": [{"parts": [{"text": "a"}], "role": "user"}], **TOOLS}, True),
+    ({"contents": [{"parts": [], "role": "user"}, {"parts": [], "role": "model"}, HEARD], **TOOLS},
+     False),
+    ({"contents": [HEARD, {"parts": [], "role": "model"}, {"parts": [], "role": "user"}], **TOOLS},
+     True),
+])
+def test_a_turn_begins_where_the_last_message_is_the_persons(body: Any, begins: bool) -> None:
+    for separators in ((",", ":"), (", ", ": ")):
+        for size in (10**6, 1, 7):
+            assert turn("", json.dumps(body, separators=separators).encode(), size) == begins
+
+
+# --- With the proxy ---
+
+
+def test_the_companion_is_the_proxy_too(given: Broker) -> None:
+    """One program serves both, each on a listener of its own."""
+    proxy_env = {**given.env(), "SANDBOX_NET_SOCKET": "proxy.sock",
+                 "SANDBOX_NET_PORT": str(port := free_port())}
+    program = [sys.executable, "-I", "-S", str(FOLDER / "proxy.py"), "gate"]
+    assert subprocess.run(program, env=proxy_env, timeout=60).returncode == 0
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as sock:
+        sock.sendall(b"GET http://example.org/ HTTP/1.1\r\nHost: example.org\r\n\r\n")
+        assert b"HTTP/1.1 403 " in read_all(sock)
+    assert given.lines()[-1]["kind"] == "unlisted"
+
+
+def test_sigterm_ends_it(given: Broker) -> None:
+    given.processes[-1].send_signal(signal.SIGTERM)
+    assert given.processes[-1].wait(SECONDS) == 0

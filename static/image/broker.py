@@ -63,14 +63,15 @@ STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [\t -~\x80-\xff]*)?"
 
 
 class Refusal(proxy.Answer):
-    """In the form that makes each agent show the text, and not try again."""
+    """In the form that makes each agent show the text, and try only the 502 again."""
 
     def message(self) -> bytes:
         error = {"type": "invalid_request_error", "code": self.status, "message": str(self),
                  "status": "FAILED_PRECONDITION"}
         body = json.dumps({"type": "error", "error": error}).encode()
+        again = "true" if self.status == 502 else "false"
         return (f"HTTP/1.1 {self.status} Refused\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\nX-Should-Retry: false\r\n"
+                f"Content-Length: {len(body)}\r\nX-Should-Retry: {again}\r\n"
                 "Connection: close\r\n\r\n").encode() + body
 
 
@@ -134,7 +135,8 @@ class Provider:
         sock = proxy.connect(target)
         try:
             sock.settimeout(proxy.CONNECT_SECONDS)
-            return self.tls.wrap_socket(sock, server_hostname=self.host) if self.tls else sock
+            return self.tls.wrap_socket(sock, server_hostname=self.host,
+                                        suppress_ragged_eofs=False) if self.tls else sock
         except OSError as error:
             sock.close()
             reason = getattr(error, "verify_message", "") or error.strerror or str(error)
@@ -317,7 +319,7 @@ class Exchange:
         self.body, self.marks, self.meter = proxy.Body(request), usage.Marks(), usage.Meter()
         self.held, self.head = b"", b""  # what is not yet sent, and what of the answer's has come
         self.sent = self.status = 0
-        self.asked = self.ended = self.gone = False
+        self.asked = self.ended = self.gone = self.framed = False
         self.started = self.checked = self.moved = time.monotonic()
 
     def run(self, outgoing: bytes, rest: bytes) -> None:
@@ -335,10 +337,10 @@ class Exchange:
                 if self.status:  # an answer that has begun breaks off
                     self.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER,
                                            struct.pack("ii", 1, 0))
-                    raise proxy.Answer(0, "") from None
+                    raise ConnectionError from error
                 if isinstance(error, proxy.Answer):
                     raise
-                raise self.provider.refusal("upstream", f"no answer: {error}", 502) from None
+                raise self.provider.refusal("upstream", f"no answer: {error.strerror or error}", 502) from None
             finally:
                 self.settle()
 
@@ -396,7 +398,7 @@ class Exchange:
 
     def receive(self) -> bool:
         """Pass on what has come; whether there may be more."""
-        data, waits = b"", False
+        data, waits, failure = b"", False, None
         try:
             while len(data) < BUFFER_BYTES and not self.ended:
                 piece = self.server.recv(BUFFER_BYTES)
@@ -404,12 +406,17 @@ class Exchange:
                 self.ended = not piece
         except (ssl.SSLWantReadError, BlockingIOError):
             waits = True
+        except OSError as error:  # what came before it goes on first
+            self.ended, failure = True, error
         if data and self.counted:
             self.meter.see(data)
         if data and not self.status:
             data = self.begin(data)
         if data and not self.gone:
             self.client.sendall(data)
+        cut = self.status and not self.framed  # its end is all that says that it is whole
+        if failure and (cut or not isinstance(failure, ssl.SSLEOFError)):
+            raise failure
         if self.ended and not self.status:
             raise ConnectionError("it ended before its head did")
         return not waits
@@ -432,8 +439,9 @@ class Exchange:
         if match[1].startswith(b"3"):
             raise self.provider.refusal("upstream", f"{self.provider.host} leads to another place")
         self.status = int(match[1])
-        kept = [field[0] for field in fields
-                if field and field[1].decode().lower() not in HOP_HEADERS]
+        names = [field[1].decode().lower() for field in fields if field]
+        self.framed = bool({"content-length", "transfer-encoding"} & {*names})
+        kept = [line for name, line in zip(names, lines, strict=True) if name not in HOP_HEADERS]
         return b"\r\n".join([first, *kept, b"Connection: close", b"", rest])
 
     def settle(self) -> None:

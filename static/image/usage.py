@@ -136,7 +136,7 @@ class Ledger:
             self.spent("session")
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             self.days, self.problem = {}, f"{COUNTS} cannot be read ({error})"
 
     def today(self) -> Any:
