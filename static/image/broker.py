@@ -191,8 +191,8 @@ class Settings:
 
 class Broker:
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         self.settings, self.ledger = Settings({}), usage.Ledger()
+        self.lock = self.ledger.lock  # of all that is here
         self.watchers: list[socket.socket] = []
         self.waiting: dict[str, tuple[dict[str, Any], threading.Event]] = {}
 
@@ -450,20 +450,22 @@ class Exchange:
     def settle(self) -> None:
         """Count what was used, and say it. What broke off before it said so is estimated."""
         line = Line(self.provider.host, self.provider.port, rule="keys")
+        used = self.counted and self.asked and (self.status or 200) // 100 == 2
+        counts, model = self.meter.counts(), self.meter.model
+        if estimated := not (self.ended and self.meter.fields):
+            counts[0] = max(counts[0], 0 if self.meter.fields else self.sent // 4)
+            counts[1] = max(counts[1], self.meter.size // 8)
         with BROKER.lock:
             BROKER.ledger.work(-self.counted)
-            if self.counted and self.asked and (self.status or 200) // 100 == 2:
-                counts, prices = self.meter.counts(), BROKER.settings.prices
-                if estimated := not (self.ended and self.meter.fields):
-                    counts[0] = max(counts[0], 0 if self.meter.fields else self.sent // 4)
-                    counts[1] = max(counts[1], self.meter.size // 8)
-                usd = usage.dollars(prices, self.meter.model, counts)
-                BROKER.ledger.add(self.meter.model or "unknown", counts, usd)
-                BROKER.ledger.write()
-                names = ("input", "output", "read", "written", "written_long")
-                line.use = {"model": self.meter.model, **dict(zip(names, counts, strict=True)),
-                            "usd": usd, "estimated": estimated, "status": self.status,
-                            "seconds": round(time.monotonic() - self.started, 3)}
+            if used:
+                usd = usage.dollars(BROKER.settings.prices, model, counts)
+                BROKER.ledger.add(model or "unknown", counts, usd)
+        if used:
+            BROKER.ledger.write()
+            names = ("input", "output", "read", "written", "written_long")
+            line.use = {"model": model, **dict(zip(names, counts, strict=True)), "usd": usd,
+                        "estimated": estimated, "status": self.status,
+                        "seconds": round(time.monotonic() - self.started, 3)}
         if self.asked:
             BROKER.log(line)
 

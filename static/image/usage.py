@@ -8,6 +8,7 @@ long, dollars or null]}}}}.
 import json
 import os
 import re
+import threading
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -123,9 +124,10 @@ def dollars(prices: Mapping[str, Sequence[float]], model: str,
 
 
 class Ledger:
-    """What was used on each day; one thread at a time."""
+    """What was used on each day. Who calls has the lock, but for write(), which takes its time."""
 
     def __init__(self) -> None:
+        self.lock, self.writing = threading.RLock(), threading.Lock()
         self.problem, self.active, self.since = "", 0, 0.0
         self.days: dict[str, Any] = {}
 
@@ -161,11 +163,13 @@ class Ledger:
 
     def write(self) -> None:
         try:
-            with open(f"{COUNTS}.new", "w") as file:
-                json.dump({"days": self.days}, file)
+            with self.writing, open(f"{COUNTS}.new", "w") as file:
+                with self.lock:
+                    text = json.dumps({"days": self.days})
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(f"{COUNTS}.new", COUNTS)
+                os.replace(f"{COUNTS}.new", COUNTS)
             self.problem = ""
         except OSError as error:
             self.problem = f"{COUNTS} cannot be written ({error.strerror})"
