@@ -219,8 +219,15 @@ class Broker:
         return {"ok": True}
 
     def send(self, sock: socket.socket, data: Mapping[str, Any]) -> None:
-        with self.lock, suppress(OSError):
-            sock.sendall(json.dumps(data).encode() + b"\n")
+        with self.lock:
+            try:
+                sock.sendall(json.dumps(data).encode() + b"\n")
+            except OSError:  # it has gone, or does not read
+                self.forget(sock)
+
+    def forget(self, sock: socket.socket) -> None:
+        with self.lock:
+            self.watchers = [other for other in self.watchers if other is not sock]
 
     def log(self, line: Line) -> None:
         proxy.log(line)
@@ -275,8 +282,7 @@ def serve_asker(sock: socket.socket) -> None:
                     answer = {"error": f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS]}
                 BROKER.send(sock, answer)
     finally:
-        with BROKER.lock:
-            BROKER.watchers = [other for other in BROKER.watchers if other is not sock]
+        BROKER.forget(sock)
         ASK_SLOTS.release()
 
 
@@ -298,7 +304,8 @@ def handle(client: socket.socket) -> None:
     place = f"{request.method} {match[2]}"
     counted = any(pattern.fullmatch(place) for pattern in provider.counted)
     if not counted and not any(pattern.fullmatch(place) for pattern in provider.free):
-        raise provider.refusal("path", f"{proxy.clean(place)} is nothing that agents need", 404)
+        raise provider.refusal("path", f"agents need no {request.method} of "
+                               f"{proxy.clean(match[2])}", 404)
     query, known = provider.with_keys(request, match[3] or "")
     if counted and not known:
         raise provider.refusal("key", "the request has no placeholder of this session's keys", 401)
@@ -348,7 +355,7 @@ class Exchange:
                 self.settle()
 
     def relay(self) -> None:
-        poll, end = select.poll(), time.monotonic() + BODY_SECONDS
+        poll, end = select.poll(), self.deadline()
         poll.register(self.server, select.POLLIN)
         while not self.ended and (left := end - time.monotonic()) > 0:
             if not self.gone:
@@ -365,9 +372,13 @@ class Exchange:
                 self.check()
             self.check()
             if ready and not self.gone:
-                end = time.monotonic() + (proxy.IDLE_SECONDS if self.body.done else BODY_SECONDS)
+                end = self.deadline()
         if not self.ended:
             raise ConnectionError("the agent has gone" if self.gone else "nothing came")
+
+    def deadline(self) -> float:
+        """Until when something more must come: an answer may take long, a request may not."""
+        return time.monotonic() + (proxy.IDLE_SECONDS if self.body.done else BODY_SECONDS)
 
     def check(self) -> None:
         """Raises Answer when the minutes of the budget are over."""
