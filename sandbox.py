@@ -5,6 +5,7 @@
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
     sandbox recreate demo -p 80:80   a new container for it, its conversations stay
     sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
+    sandbox log | diff | undo | redo what agents have changed, and back
     sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
@@ -13,10 +14,10 @@ Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the conf
 Exit codes: 0; 1 our own failure or a wrong configuration; 2 usage; 130 Ctrl-C. `run` passes the
 status of what it ran on, uses 125 for a failure before that, and 128+n for a signal n.
 
-Import budget: at import only os, sys and time, which the interpreter has loaded, contextlib, and
-functools, which contextlib imports, and errno, a part of the interpreter; argparse, json, select
-and signal where a command needs them; never subprocess, shutil, dataclasses or typing. `sandbox ps`
-is measured against it.
+Import budget: at import only os, sys and time, which the interpreter has loaded, and parts of it
+such as errno; json, re and select where a command needs them, argparse for what read_plainly() does
+not read; never subprocess, shutil, dataclasses or typing. `sandbox ps` and `run` in a session that
+exists are measured against it: they import nothing that is written in Python.
 """
 
 from __future__ import annotations
@@ -25,14 +26,35 @@ import errno
 import os
 import sys
 import time
-from contextlib import contextmanager, suppress
-from functools import cache, partial
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
+    import signal
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-    from typing import Any, NoReturn
+    from contextlib import suppress
+    from functools import partial
+    from typing import Any, BinaryIO, NoReturn
+
+    from sandbox_changes import Turn
+else:
+    # The parts of the interpreter that signal and functools are made of: contextlib and functools
+    # take 3 ms, and signal's enums 1 ms.
+    import _signal as signal
+    from _functools import partial
+
+    class suppress:
+        """The same as contextlib's."""
+
+        def __init__(self, *kinds: type[BaseException]) -> None:
+            self.kinds = kinds
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+            return kind is not None and issubclass(kind, self.kinds)
+
 
 __version__ = "0.1.0"
 
@@ -207,10 +229,9 @@ def is_plain(text: str, also: str) -> bool:
 
 
 def quote_all(argv: Iterable[str]) -> str:
-    """The words as a shell reads them, quoted only where they must be."""
-    import shlex
-
-    return shlex.join(argv)
+    """The words as a shell reads them, quoted only where they must be: as shlex.join()."""
+    return " ".join(word if word and is_plain(word, "_@%+=:,./-")
+                    else "'" + word.replace("'", "'\"'\"'") + "'" for word in argv)
 
 
 def random_id() -> str:
@@ -239,12 +260,33 @@ def parse_json(text: str | bytes | bytearray, number: Callable[[str], float] = f
     Raises ValueError, also for one that is nested deeper than NESTING levels and, with finite(),
     for what JSON does not have (NaN, infinity): a browser would refuse what we make of it.
     """
-    import json
-
     text = text if isinstance(text, str) else text.decode()
     if text.count("[") + text.count("{") > NESTING:
         check_nesting(text)
+    # What json.loads() asks: to import `json`, and with it `re`, takes longer than all else that
+    # most commands do. Of a mistake it cannot tell without `json`: that is a SystemError.
+    with suppress(ImportError, AttributeError, StopIteration, ValueError, SystemError):
+        from _json import make_scanner
+
+        body = text.strip(" \t\r\n")
+        form: Any = JsonForm(number)
+        value, end = make_scanner(form)(body, 0)
+        if end == len(body):
+            return value
+    import json  # which also says what is wrong
+
     return json.loads(text, parse_constant=number, parse_float=number)
+
+
+class JsonForm:
+    """How the scanner of the interpreter is to read a text: as json.loads() does."""
+
+    strict = True
+    object_hook = object_pairs_hook = None
+    parse_int = int
+
+    def __init__(self, number: Callable[[str], float]) -> None:
+        self.parse_float = self.parse_constant = number
 
 
 def check_nesting(text: str) -> None:
@@ -389,15 +431,44 @@ def matching(pattern: str, what: str, *, numbers: bool = False,
              then: Callable[[str], Any] = str) -> Callable[[Any], Any]:
     """A check for a string of a pattern, which a number's digits may be, too; `then` normalises."""
 
-    def check(value: Any) -> Any:
+    def is_one(text: str) -> bool:
         import re
 
+        return bool(re.fullmatch(pattern, text, re.ASCII | re.DOTALL))
+
+    return fulfilling(is_one, what, numbers=numbers, then=then)
+
+
+def fulfilling(is_one: Callable[[str], bool], what: str, *, numbers: bool = False,
+               then: Callable[[str], Any] = str) -> Callable[[Any], Any]:
+    """The same by a function: for what most commands check, as the import of `re` takes 2 ms."""
+
+    def check(value: Any) -> Any:
         text = str(value) if numbers and type(value) in (int, float) else value
-        if not is_text(text) or not re.fullmatch(pattern, text, re.ASCII | re.DOTALL):
+        if not is_text(text) or not is_one(text):
             raise ValueError(f"{value!r} is not {what}")
         return then(text)
 
     return check
+
+
+def is_name(text: str) -> bool:
+    return 2 <= len(text) <= 128 and is_plain(text, "_.-") and text[0].isalnum()
+
+
+def is_image_name(text: str) -> bool:
+    """`[host[:port]/][folder/]name`."""
+    host, slash, rest = text.partition("/")
+    name, colon, port = host.partition(":")
+    parts = [name, *rest.split("/")] if slash else [text]
+    return text.isascii() and (port.isdecimal() or not colon) and all(
+        part[:1].isalnum() and is_plain(part, "_.-") and part == part.lower() for part in parts)
+
+
+def is_image_version(text: str) -> bool:
+    version, _, variant = text.partition("-")
+    return (all(number.isdecimal() for number in version.split(".")) and text.isascii()
+            and 0 < len(variant) <= 80 and is_plain(variant, "_.-"))
 
 
 def one_of(known: Iterable[str], what: str) -> Callable[[Any], str]:
@@ -540,13 +611,12 @@ def a_network(value: Any) -> Any:
     return value
 
 
-a_name = matching(r"[A-Za-z0-9][\w.-]{1,127}",
-                  "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
-an_image_name = matching(
-    r"([a-z0-9][a-z0-9_.-]*(:\d+)?/)?([a-z0-9][a-z0-9_.-]*/)*[a-z0-9][a-z0-9_.-]*",
-    "an image name: lower case, without a version (that is imageVersion)")
-an_image_version = matching(r"\d+(\.\d+)*-[\w.-]{1,80}",
-                            f"<version>-<variant>, for example {IMAGE_VERSION}")
+a_name = fulfilling(
+    is_name, "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
+an_image_name = fulfilling(
+    is_image_name, "an image name: lower case, without a version (that is imageVersion)")
+an_image_version = fulfilling(is_image_version,
+                              f"<version>-<variant>, for example {IMAGE_VERSION}")
 a_number = matching(r"(?=.*[1-9])\d{0,5}(\.\d{0,3})?", "a number of CPUs such as 2 or 1.5",
                     numbers=True)
 a_size = matching(r"0*[1-9]\d*([bkmgBKMG]|[kmgKMG][bB])?", "a size such as 512m or 4g",
@@ -558,6 +628,16 @@ a_key_sequence = matching(rf"({KEY_PATTERN}(,{KEY_PATTERN})*)?",
                           "keys such as ctrl-p,ctrl-q, or empty for none")
 a_host = matching(r"\[?[\w.:-]+\]?", "a host name", then=lambda text: text.lower().strip("[]"))
 a_prompt_template = matching(r".*\{prompt\}.*", "a command with the placeholder {prompt}")
+
+
+def a_checkpoint(value: Any) -> Any:
+    """true, false, `try`, or an object with the bounds of what is kept."""
+    checks = {"keep": a_count, "maxBytes": a_size}
+    if isinstance(value, dict) and value and not value.keys() - checks.keys():
+        return {name: checks[name](bound) for name, bound in value.items()}
+    if not (isinstance(value, bool) or value == "try"):
+        raise ValueError(f'{value!r} is not true, false, try, or {{"keep": 50, "maxBytes": "2g"}}')
+    return value
 
 
 def an_engine(value: Any) -> str:
@@ -574,6 +654,7 @@ def an_environment(value: Any) -> dict[str, str]:
     return value
 
 
+WORKSPACES = ("mount", "copy")
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 
 
@@ -625,6 +706,7 @@ KEYS = {key.name: key for key in (
         "host directory to mount; default: the current one", fixed=True, part_of="directory"),
     Key("containerPath", an_absolute_path, "--cp --container-path", "DIR",
         "where it is mounted; default: same path", fixed=True, part_of="workdir"),
+    Key("workspace", one_of(WORKSPACES, "a workspace"), default="mount"),
     Key("volumes", a_volume, "-v --volume", "HOST:CONTAINER[:ro|z|Z]", "another mount",
         kind="list", fixed=True),
     Key("ports", a_port, "-p --port", "[IP:]HOST:CONTAINER",
@@ -651,6 +733,8 @@ KEYS = {key.name: key for key in (
         fixed=True, setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
+    Key("checkpoint", a_checkpoint),
+    Key("protect", one_of(("hooks", "config"), "a part of .git"), kind="list", fixed=True),
     Key("notify", a_program, own=True),
     Key("detachKeys", a_key_sequence, default="ctrl-\\,d"),
     Key("serverUser", a_word, "-U --user", "USER", "user name of the web service", of="serve",
@@ -662,7 +746,8 @@ KEYS = {key.name: key for key in (
         kind="list", of="serve"),
     Key("runtime", an_engine, "--rt --runtime", "ENGINE",
         "{engines}; default: the first that answers",
-        of="run ps attach logs stop start cp rm recreate rename net prune build doctor serve",
+        of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
+           "build doctor serve",
         variable="SANDBOX_RUNTIME", above_file=True),
 )}
 
@@ -670,6 +755,8 @@ KEYS = {key.name: key for key in (
 def check_value(name: str, value: Any) -> Any:
     """The normalised value of a key. Raises ValueError with reason and remedy."""
     key = KEYS[name]
+    if value is not None and value == key.default and type(value) is type(key.default):
+        return value  # it is right, and nothing need be imported to see that
     if key.kind != "list":
         return key.check(value)
     if not isinstance(value, list):
@@ -802,17 +889,18 @@ def config_path() -> str:
 
 def read_config() -> dict[str, Any]:
     """The configuration file, {} where there is none. Raises SandboxError with line and column."""
-    import json
-
     path = config_path()
     try:
         data = read_json(path, float)  # a key's own check says more of what is no number
     except FileNotFoundError:
         return {}
-    except json.JSONDecodeError as error:
-        raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}",
-                           "correct the JSON") from None
-    except (OSError, ValueError) as error:  # nested too deeply, or a number of 5,000 digits
+    except (OSError, ValueError) as error:
+        import json
+
+        if isinstance(error, json.JSONDecodeError):
+            raise SandboxError(f"{path}:{error.lineno}:{error.colno}: {error.msg}",
+                               "correct the JSON") from None
+        # Nested too deeply, or a number of 5,000 digits.
         raise SandboxError(f"{path}: {getattr(error, 'strerror', None) or error}",
                            "correct the file") from None
     if not isinstance(data, dict) or not isinstance(data.get("runs", {}), dict):
@@ -923,8 +1011,6 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
     the child is ended first: nobody else knows its pid yet.
     """
-    import signal
-
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
     # Under nohup SIGHUP stays ignored: the person wants that for the child as well.
@@ -966,7 +1052,6 @@ def exit_status(status: int) -> int:
 
 def end_on_signals() -> None:
     """Let SIGTERM and SIGHUP end us as Ctrl-C does: what was begun is cleaned up."""
-    import signal
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
@@ -974,6 +1059,11 @@ def end_on_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
+
+
+def signal_name(number: int) -> str:
+    """The name, as kill takes it, of one of the signals that end a run."""
+    return {int(signal.SIGINT): "INT", int(signal.SIGTERM): "TERM"}.get(number, "HUP")
 
 
 def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int = 2) -> int:
@@ -1515,13 +1605,34 @@ class Engine:
             argv += self.bind_argv(*bind)
         return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
+    def closed_argv(self, name: str, image: str, command: Sequence[str], *,
+                    labels: Mapping[str, str], limits: Mapping[str, Any],
+                    capabilities: Sequence[str], binds: Sequence[tuple[str, str, str]],
+                    volumes: Sequence[str] = (), user: str = "0:0") -> list[str]:
+        """Runs a command, with our stdin, in a new container that reaches nothing but what is
+        mounted, and removes that.
+        """
+        # With --sig-proxy the end of the client would wait for that of the container.
+        argv = [self.name, "run", "--rm", "-i", "--sig-proxy=false", "--pull", "never",
+                "--name", name, "--user", user, "--workdir", "/", "--network", "none",
+                "--read-only", "--log-driver", "none", "--security-opt", "no-new-privileges",
+                "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
+                *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
+                *each("--label", map("=".join, labels.items()))]
+        for bind in binds:
+            argv += self.bind_argv(*bind)
+        return [*argv, *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
+
     def bind_argv(self, host: str, container: str, options: str) -> list[str]:
-        """A mount that fails when the host path does not exist; paths may hold any character."""
+        """A mount that fails when the host path does not exist; paths may hold any character. What
+        is no path is a volume.
+        """
         chosen = options.split(",") if options else []
         if "z" in chosen or "Z" in chosen:  # docker's --mount knows no relabelling
             return ["--volume", f"{host}:{container}:{options}"]
-        fields = ["type=bind", f"source={host}", f"target={container}",
-                  *(["readonly"] if "ro" in chosen else [])]
+        kind = "bind" if host.startswith("/") else "volume"
+        fields = [f"type={kind}", f"source={host}", f"target={container}",
+                  *(["readonly" if kind == "bind" else "ro"] if "ro" in chosen else [])]
         return ["--mount", ",".join('"' + f.replace('"', '""') + '"' if set(f) & set(',"\n') else f
                                     for f in fields)]
 
@@ -2025,6 +2136,13 @@ class Session:
         home = labels.get("sandbox.home", "")
         ours = home.startswith(HOME_VOLUME) and is_plain(home.removeprefix(HOME_VOLUME), "")
         self.home = home if ours else ""
+        # The volume with the snapshots of its directory. A home stays with its session whatever
+        # the container and the name, so it is named as that.
+        id = home.removeprefix(HOME_VOLUME) if ours else labels.get("sandbox.session", "")
+        self.store = f"{STORE_VOLUME}{id}" if is_plain(id, "") else ""
+        # The volume with its copy of the directory; '' where it works on the directory itself.
+        copied = ours and labels.get("sandbox.workspace") == "copy"
+        self.copy = f"{COPY_VOLUME}{id}" if copied else ""
 
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What it was created from, and the settings that came from flags or name its agent.
@@ -2064,7 +2182,9 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     for name in spec.keys() & KEYS:
         if spec[name] is not None or KEYS[name].kind == "list" or name == "network":
             check_value(name, spec[name])
-    matching("[0-9]{1,10}:[0-9]{1,10}", "uid:gid")(labels["sandbox.user"])
+    user, _, group = labels["sandbox.user"].partition(":")
+    if not all(id.isascii() and id.isdecimal() and len(id) <= 10 for id in (user, group)):
+        raise ValueError("uid:gid")
     sources = spec.get("sources")  # an old session has none
     if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
                                     and len(sources) == 1 + len(volumes)):
@@ -2074,6 +2194,8 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         raise ValueError("git")
     if isinstance(network, dict) != (labels.get("sandbox.network") == "allow"):
         raise ValueError("network")
+    if (spec.get("workspace") == "copy") != (labels.get("sandbox.workspace") == "copy"):
+        raise ValueError("workspace")
 
 
 def settings_path(name: str) -> str:
@@ -2098,9 +2220,10 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
     write_private(settings_path(name), to_json(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-@contextmanager
-def lock_settings(name: str) -> Iterator[None]:
-    """Keep others from changing a session's settings, and from putting its rules in force."""
+def lock_settings(name: str) -> BinaryIO:
+    """Keep others from changing a session's settings, and from putting its rules in force, until
+    the file is closed.
+    """
     import fcntl
 
     path = f"{settings_path(name)}.lock"
@@ -2109,9 +2232,9 @@ def lock_settings(name: str) -> Iterator[None]:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise FileError(path, error) from None
-    with open(lock, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    file = os.fdopen(lock, "wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
@@ -2126,7 +2249,9 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
     settings = read_settings(session.name) if settings is None else settings
     if profile is None and session.profile in data.get("runs", {}):
         profile = session.profile
-    kept = session.created()[1] if kept is None else kept
+    if kept is None:
+        have, kept = session.created()
+        kept = {**kept, "workspace": have.get("workspace", "mount")}
     env = {name: os.environ[name] for name in session.variables() if name in os.environ}
     kept = {**kept, "env": env} if env else kept
     created = Layer(kept, "created", places=dict.fromkeys(kept, f"container {session.name}"))
@@ -2219,9 +2344,14 @@ def spec_of(config: Config) -> dict[str, Any]:
     paths = (directory, *(volume.split(":")[0] for volume in volumes))
     spec = {"sources": [resolved(path) for path in paths], "image": config.image,
             "directory": directory, "workdir": config.get("containerPath") or directory}
+    if config.get("workspace") == "copy":
+        spec["workspace"] = "copy"
     for key in KEYS.values():
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
+    # Of a worktree both are read-only, and of a copy none is the host's.
+    if "workspace" in spec or not is_folder_of_ours(f"{spec['sources'][0]}/.git"):
+        spec["protect"] = []
     return spec | {"git": git_of(spec)}
 
 
@@ -2284,6 +2414,7 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str,
         "sandbox.home": home or new_home(),
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
+        **({"sandbox.workspace": "copy"} if spec.get("workspace") == "copy" else {}),
         "sandbox.created": to_json({"spec": spec, "flags": kept, "variables": flags.variables},
                                    separators=(",", ":"))}
 
@@ -2298,7 +2429,7 @@ def asset(path: str) -> bytes:
     parts = path.split("/")
     if not all(part not in ("", ".", "..") and is_plain(part, "_.-") for part in parts):
         raise SandboxError(f"{path!r} is not the path of an asset")
-    here = os.path.dirname(os.path.abspath(__file__))
+    here = os.path.dirname(__file__)  # as the loader has it, though it may go by way of `..`
     for folder in ("sandbox_static", "static"):
         with suppress(OSError):
             return bytes(globals()["__loader__"].get_data(os.path.join(here, folder, *parts)))
@@ -2316,14 +2447,14 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
     return engine.create_argv(
         name, spec["image"],
         ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"), home,
-         *mounts_meant(spec)],
+         *mounts_meant(binds_of(spec))],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
         env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else []),
              *([f"SANDBOX_GIT={git['at']}"] if git else [])],
         limits={key.limit: spec[key.name] for key in limits()},
         network="none" if isinstance(spec["network"], dict) else spec["network"],
         ports=spec["ports"],
-        binds=binds_of(spec),
+        binds=[*([(session.copy, spec["workdir"], "")] if session.copy else []), *binds_of(spec)],
         volumes=[*([f"{volume}:{NET_DIRECTORY}:ro"] if volume else []),
                  *([f"{home}:{CONTAINER_HOME}"] if home else [])],
         log_size="1m")  # it has a limit because root inside the container can write to it
@@ -2335,9 +2466,13 @@ def mount_targets(spec: Mapping[str, Any]) -> list[str]:
 
 
 def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """All mounts of a specification: source, place in the container, options."""
+    """All mounts of a specification: source, place in the container, options. Of a copy's
+    directory nothing is mounted.
+    """
     options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
-    return [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec)]
+    binds = [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec),
+             *protected_binds(spec)]
+    return binds[1:] if spec.get("workspace") == "copy" else binds
 
 
 def has_home(spec: Mapping[str, Any]) -> bool:
@@ -2345,15 +2480,15 @@ def has_home(spec: Mapping[str, Any]) -> bool:
     return all(within(CONTAINER_HOME, target) is None for target in mount_targets(spec))
 
 
-def mounts_meant(spec: Mapping[str, Any]) -> list[str]:
+def mounts_meant(binds: Iterable[tuple[str, str, str]]) -> list[str]:
     """The arguments of mounts_are() in static/session/mounts.sh: the boot id of this machine, then
     for each mount its device and path, and its place in the container; [] without a mount table.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             arguments = [file.read().strip()]
-        for source, target, _ in binds_of(spec):
-            arguments += [place_of(source), target]
+        for source, target, _ in binds:
+            arguments += [place_of(source), target] if source.startswith("/") else []
     except FileNotFoundError:
         return []
     return arguments
@@ -2418,7 +2553,7 @@ def check_mounts(spec: Mapping[str, Any]) -> None:
         if f"{real}/".startswith(("/proc/", "/sys/", "/dev/")):
             raise SandboxError(f"{source} is a window of the host's kernel", "mount something else",
                                125)
-    targets = [target for _, target, _ in binds_of(spec)]
+    targets = [*mount_targets(spec), *(target for _, target, _ in git_binds(spec))]
     for target in targets:
         if targets.count(target) > 1:
             raise SandboxError(f"two mounts go to {target}", "keep one of them", 125)
@@ -2440,32 +2575,46 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}",
                                "choose another path (--cp, -v)", 125)
-    for source, _, _ in binds_of(spec):
+    for source in (*spec["sources"], *(source for source, _, _ in git_binds(spec))):
         if not is_exact(source):
             message = f"a mounted path leads to {source!r}, whose name engines read in another way"
             raise SandboxError(message, "rename it: no control characters, nothing but UTF-8", 125)
 
 
 def create_session(engines: Sequence[Engine], name: str, config: Config, flags: Layer,
-                   spec: Mapping[str, Any], home: str = "") -> tuple[Engine, Session]:
+                   spec: Mapping[str, Any], home: str = "",
+                   source: Session | None = None,
+                   turn: Callable[[Engine, Session], Turn | None] = lambda *_: None,
+                   ) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
-    `spec` is spec_of(config) as it was checked, `home` a volume that is there. Raises SandboxError.
+    `spec` is spec_of(config) as it was checked, `home` a volume that is there, as is its copy but
+    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. Raises
+    SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
-    status = 1
+    make_hooks(spec)
+    status, begun, new = 1, None, bool(source or not home)
     try:
+        if session.copy and new:
+            import sandbox_changes
+
+            present_image(engine, config)  # raises
+            sandbox_changes.make_copy(engine, session, source)
+        begun = turn(engine, session)
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
         status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
         if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
             status, out, err = ended
     finally:
         if status:
-            remove_leftover(engine, session)
+            if begun:
+                begun.drop()
+            remove_leftover(engine, session, new)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -2496,6 +2645,7 @@ def recreation(session: Session, flags: Layer,
         kept["containerPath"] = have["workdir"]
     kept |= {name: value for name, value in flags.values.items()
              if KEYS[name].fixed or name == "envFile"}
+    kept["workspace"] = flags.values.get("workspace", have.get("workspace", "mount"))
     if "network" in flags.values:
         now = session_config(session).get("network")
         kept["network"] = with_rules(now, flags.values["network"])
@@ -2544,8 +2694,6 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     """Create a session anew from a recreation(), with its home; where that fails the old container
     is there, stopped. What `settings` gives takes the place of those that it has.
     """
-    import signal
-
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
@@ -2570,7 +2718,7 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
         if session.home and before:
             with suppress(SandboxError):  # the first failure is the one to tell
                 renew_home(engine, home, image, before)
-        remove_home(engine, home)  # a new one: nobody uses it
+        remove_volumes(engine, home)  # a new one: nobody uses it
         raise
     # From here on the new one counts, and a signal would leave half of each.
     before_signals = signal.pthread_sigmask(
@@ -2616,7 +2764,7 @@ def check_ready(engine: Engine, session: Session) -> None:
 # The home of a session is a volume, which goes from container to container and only with `rm`. What
 # is done with it is done by a container of its own: nothing of the host sees what is in it.
 
-HOME_VOLUME = "sandbox-home-"
+HOME_VOLUME, STORE_VOLUME, COPY_VOLUME = "sandbox-home-", "sandbox-shadow-", "sandbox-copy-"
 
 
 def new_home() -> str:
@@ -2672,10 +2820,10 @@ def left_places(session: Session, spec: Mapping[str, Any]) -> list[str]:
             if target not in targets and (place := within(target, CONTAINER_HOME))]
 
 
-def remove_home(engine: Engine, home: str) -> None:
-    """Remove a home, unless a container uses it."""
-    if home:
-        Output(engine.argv("remove-volume", home), LONG_SECONDS).result()
+def remove_volumes(engine: Engine, *names: str) -> None:
+    """Remove homes and stores, unless a container uses them."""
+    if names := tuple(filter(None, names)):
+        Output(engine.argv("remove-volume", *names), LONG_SECONDS).result()
 
 
 def duplicate_home(engine: Engine, session: Session, config: Config,
@@ -2686,7 +2834,7 @@ def duplicate_home(engine: Engine, session: Session, config: Config,
         copy_home(engine, session, home)
         renew_home(engine, home, image_of(engine, session), image, left_places(session, spec))
     except BaseException:
-        remove_home(engine, home)
+        remove_volumes(engine, home)
         raise
     return home
 
@@ -2698,15 +2846,17 @@ def container_user(rootless: bool) -> str:
     return "0:0" if rootless else f"{os.getuid()}:{own_group}"
 
 
-def remove_leftover(engine: Engine, session: Session) -> None:
-    """Remove the containers of a failed creation, and no other that has the name."""
+def remove_leftover(engine: Engine, session: Session, new: bool) -> None:
+    """Remove the containers of a failed creation, and no other that has the name. The volumes of a
+    session that is not new belong to its old container, even those that this does not use.
+    """
     status, out, _ = Output(engine.inspect_argv(session.name)).result()
     if not status:
         *_, labels = engine.read_inspected(out)
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
-    remove_home(engine, session.home)
+    remove_volumes(engine, session.home, *((session.copy, session.store) if new else ()))
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2736,7 +2886,7 @@ def start_session(engine: Engine, session: Session) -> None:
 
 def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
     """Stop a session that was just started on other mounts than meant. Raises SandboxError."""
-    meant = mounts_meant(have) if have.get("sources") else []
+    meant = mounts_meant(binds_of(have)) if have.get("sources") else []
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
@@ -2803,7 +2953,7 @@ def remove_session(engine: Engine, session: Session) -> None:
     with suppress(OSError):  # first: this tells others who end with it, see check_removed()
         os.unlink(memory_path(engine, session.name))
     remove_container(engine, session)
-    remove_home(engine, session.home)
+    remove_volumes(engine, session.home, session.copy, session.store)
     forget_files(session.name)
 
 
@@ -2818,6 +2968,11 @@ def follow_rename(engine: Engine, session: Session) -> None:
 
 def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
     """The commands that run in a session, one for each of its tags but our `own`; not autostart."""
+    return [words for tag, words in used_by(engine, session).items() if tag not in own]
+
+
+def used_by(engine: Engine, session: Session) -> dict[str, str]:
+    """The first of the processes with a tag, by that."""
     out = ""
     if session.state == "running":
         command = ["sh", "-c", asset("session/users.sh").decode()]
@@ -2827,10 +2982,10 @@ def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list
     found: dict[str, tuple[int, str]] = {}  # of each tag the first process
     for line in out.split("\n"):
         pid, tag, *words = (line + "  ").split(" ", 2)
-        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10 and tag not in own:
+        if pid.isdecimal() and len(pid) < 9 and len(tag) == 10:
             process = int(pid), printable(words[0])[:200].strip()
             found[tag] = min(process, found.get(tag, process))
-    return [words for _, words in sorted(found.values())]
+    return {tag: words for tag, (_, words) in sorted(found.items(), key=lambda item: item[1])}
 
 
 USERS_BYTES = 1 << 20
@@ -2847,6 +3002,20 @@ def may_remove(engine: Engine, session: Session, own: Container[str] = (),
     more = f" and {len(users) - 3} more" if len(users) > 3 else ""
     say(f"{session.name} is in use: {'; '.join(users[:3])}{more}")
     return ask_person(f"{what} all the same? [y/N] ").lower() in ("y", "yes")
+
+
+def may_lose(engine: Engine, session: Session) -> bool:
+    """Whether the work in a session's copy may go: merged work may, of other work a person is
+    asked.
+    """
+    if not session.copy:
+        return True
+    import sandbox_changes
+
+    if not (work := sandbox_changes.unmerged(engine, session)):
+        return True
+    say(f"{session.name} holds work that was not merged, see sandbox merge: {work}")
+    return can_ask() and ask_person("Lose it? [y/N] ").lower() in ("y", "yes")
 
 
 def check_removed(engine: Engine, session: Session, status: int) -> None:
@@ -2925,7 +3094,7 @@ def remove_tree(path: str) -> None:
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
 ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created",
-             "sandbox.home")
+             "sandbox.home", "sandbox.workspace")
 
 
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
@@ -2961,6 +3130,7 @@ def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -
     result: dict[str, Any] = {
         "name": row["name"], "state": row["state"], "ports": [],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
+        "workspace": labels.get("sandbox.workspace") or WORKSPACES[0],
         "image": row["image"], "created": row["created"], "runtime": runtime}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
@@ -3033,7 +3203,7 @@ def git_of(spec: Mapping[str, Any]) -> dict[str, Any] | None:
     decide what is there.
     """
     link, admin = linked_admin(resolved(spec["directory"]))
-    if not admin:
+    if not admin or spec.get("workspace") == "copy":  # a copy has a repository of its own
         return None
     common = os.path.dirname(os.path.dirname(admin))
     place = os.path.normpath(os.path.join(spec["workdir"], link, "../.."))
@@ -3062,6 +3232,27 @@ def git_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         binds.append((os.path.join(git["common"], part).rstrip("/"),
                       os.path.join(place, part).rstrip("/"), options))
     return binds
+
+
+def protected_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed."""
+    parts = ["", *spec["protect"]] if spec.get("protect") else []
+    return [(os.path.join(spec["sources"][0], ".git", part).rstrip("/"),
+             os.path.join(spec["workdir"], ".git", part).rstrip("/"), "ro" if part else "")
+            for part in parts]
+
+
+def make_hooks(spec: Mapping[str, Any]) -> None:
+    """Make the folder of hooks that is to be protected where there is none. Raises SandboxError."""
+    for path, _, _ in protected_binds(spec):
+        if os.path.basename(path) == "hooks":
+            try:
+                os.makedirs(path, exist_ok=True)
+            except OSError as error:
+                raise FileError(path, error) from None
+        if os.path.realpath(path) != path:
+            raise SandboxError(f"{path} is a link, which cannot be protected",
+                               "put what it leads to there, or leave it out of protect", 125)
 
 
 def make_worktree_config(spec: Mapping[str, Any]) -> None:
@@ -3154,6 +3345,8 @@ def git_author(spec: Mapping[str, Any]) -> dict[str, str]:
     """
     git = f"{spec['directory']}/.git"
     folder = spec["git"]["common"] if spec.get("git") else "" if os.path.islink(git) else git
+    if spec.get("workspace") == "copy" and (admin := linked_admin(spec["directory"])[1]):
+        folder = os.path.dirname(os.path.dirname(admin))
     if (file := os.environ.get("GIT_CONFIG_GLOBAL")) is not None:
         files = [file]
     else:
@@ -3389,6 +3582,9 @@ def is_loopback(address: str) -> bool:
 # --- Commands in a session ---
 
 
+TELLING = {"--version", "-v", "-V", "--help", "-h"}  # options of agents that end at once
+
+
 class RunRequest:
     """One `run`, decided and not yet carried out."""
 
@@ -3406,6 +3602,7 @@ class RunRequest:
         self.source: Session | None = None  # what it is to be a duplicate of
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
+        self.turn: Turn | None = None  # begun and not yet entered
         if self.name:
             known = recall(self.engines, self.name)
             if not known:
@@ -3444,6 +3641,13 @@ class RunRequest:
         """Take profile, flags and directory from a session, and say in what it differs."""
         have, _ = session.created()
         check_owner(session)
+        mode, asked = have.get("workspace", "mount"), self.config.get("workspace")
+        if self.config.is_given("workspace") and asked != mode:
+            works = "a copy" if mode == "copy" else "the directory itself"
+            message = f"{session.name} works on {works}, for good"
+            if "workspace" in self.flags.values:  # an agent would write where it was not to
+                raise SandboxError(message, "choose another name with -n, or --new", 125)
+            say(message)
         self.config = session_config(session, None, self.flags, self.args.profile, data)
         self.spec = spec_of(self.config)
         if not self.config.is_given("hostPath"):
@@ -3487,11 +3691,49 @@ class RunRequest:
     @property
     def is_passing(self) -> bool:
         """Whether an agent is only asked for an answer, and there is nothing to come back to."""
-        base, args = self.base(), self.args.agent_args
-        words = {word.partition("=")[0]
-                 for word in [*(base.split() if isinstance(base, str) else base), *args]}
-        passing = {"--version", "-v", "-V", "--help", "-h"}
-        return bool(self.agent and words & passing.union(AGENTS[self.agent].headless))
+        return bool(self.agent and self.words() & TELLING.union(AGENTS[self.agent].headless))
+
+    def words(self) -> set[str]:
+        """The words of the command, without the values of its options."""
+        base = self.base()
+        return {word.partition("=")[0] for word in [*(base.split() if isinstance(base, str)
+                                                      else base), *self.args.agent_args]}
+
+    @property
+    def only_tells(self) -> bool:
+        """Whether an agent is asked for its version or its help and for nothing else."""
+        asked = self.words().difference(AGENTS[self.agent].yolo) if self.agent else set()
+        return bool(asked) and asked <= TELLING
+
+    def start_turn(self, engine: Engine, session: Session) -> Turn | None:
+        """Ask for the first snapshot of a turn, while the session is being created."""
+        self.turn = self.turn_of(engine, session, compose(self.base(), self.args.agent_args))
+        if self.turn:
+            self.turn.start()
+        return self.turn
+
+    def turn_of(self, engine: Engine, session: Session, command: list[str]) -> Turn | None:
+        """The turn that a command is, None for none."""
+        agent = self.agent
+        ours = [self.args.agent_args, *([AGENTS[agent].resume] if agent else [])]
+        if command not in [compose(self.base(), args) for args in ours]:
+            agent = ""  # the person has said so at the prompt
+        if self.only_tells:
+            return None
+        about = {"id": random_id(), "what": "agent" if agent else "command",
+                 "command": title_of(command)}
+        return wanted_turn(self.config, engine, session, about, bool(agent))
+
+
+def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
+                agent: bool) -> Turn | None:
+    """The turn that a command of an agent, or another one, is to be; None for none."""
+    value = config.get("checkpoint")
+    if value is False or not (agent or value is True):
+        return None
+    import sandbox_changes as changes
+
+    return changes.Turn(engine, session, about, changes.bounds(config), value != "try")
 
 
 def check_owner(session: Session) -> None:
@@ -3579,7 +3821,19 @@ def compose(command: str | Sequence[str], args: Sequence[str]) -> list[str]:
     return [*command, *args]
 
 
-@cache
+def once(make: Callable[[], str]) -> Callable[[], str]:
+    """A function that is called once, and then known."""
+    made: list[str] = []
+
+    def get() -> str:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return get
+
+
+@once
 def exec_script() -> str:
     """What runs before every command, without its comments: it goes into each call."""
     lines = asset("session/exec.sh").decode().splitlines()
@@ -3632,8 +3886,6 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     A client of the engine that is cut off leaves its process running inside, so a signal that
     reaches us is sent on to what carries this run's tag.
     """
-    import signal
-
     terminal = on_terminal()
     if request.args.background:
         return start_held(engine, session, request, command, tag)
@@ -3648,7 +3900,7 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     script = env_script((terminal_env() if terminal else {}) | request.env)
 
     def pass_on(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name.removeprefix("SIG")
+        name = signal_name(number)
         signal_tagged(engine, session, tag, name, 0 if name == "INT" else 5)
 
     def resize_again(number: int, _frame: object) -> None:
@@ -3741,9 +3993,27 @@ def last_lines(engine: Engine, session: Session) -> list[str]:
 # What runs on a terminal belongs to its session: a holder inside has the terminal, and clients
 # attach to it. What they speak, and why, is said in static/session/hold.py.
 
-HOLD = ["python3", "-I", "-S", "-c",
-        'import os, sys; argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1); '
-        'sys.argv[1:] = eval(argv); exec(source)']
+# The session keeps what its Python has made of the source: to compile it takes 5 ms of each start.
+# Who may write there is the user that runs it, who gains nothing.
+HOLD = ["python3", "-I", "-S", "-c", """\
+import marshal, os, sys
+argv, source = os.environ.pop("SANDBOX_HOLD").split("\\n", 1)
+sys.argv[1:] = eval(argv)
+path = "/run/sandbox/hold-%x" % sys.hexversion
+try:
+    with open(path, "rb") as file:
+        kept, code = marshal.loads(file.read())
+    if kept != source:
+        raise ValueError
+except (OSError, EOFError, TypeError, ValueError):
+    code = compile(source, "hold.py", "exec")
+    try:
+        with open(path, "wb") as file:
+            file.write(marshal.dumps((source, code)))
+    except OSError:
+        pass
+exec(code)
+"""]
 RING_BYTES = 1 << 20  # what is kept of the output
 FRAME_BYTES = 65536  # no holder sends a longer one
 LIST_BYTES = 1 << 20
@@ -3751,7 +4021,7 @@ LIST_SECONDS = 5
 LISTED = 100  # terminals of a session, the newest; a hundred is more than the web serves
 
 
-@cache
+@once
 def hold_source() -> str:
     """The holder's program, without its docstring and comments: it goes into each call."""
     lines = asset("session/hold.py").decode().split('"""', 2)[2].splitlines()
@@ -4034,8 +4304,6 @@ class Attachment:
 
     def run(self, handlers: dict[int, Any]) -> None:
         """Go on until one of the ends, with these handlers of signals."""
-        import signal
-
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(woken, False)
@@ -4261,8 +4529,6 @@ def run_held(engine: Engine, session: Session, request: RunRequest, command: Seq
 
     Raises Left when it runs on, and CannotHold.
     """
-    import signal
-
     keys = "" if request.args.rm_on_exit else request.config.get("detachKeys")
     environ = hold_environ(env_script(terminal_env() | request.env), "start", tag,
                            *terminal_size(1), title_of(command), *command)
@@ -4274,7 +4540,7 @@ def run_held(engine: Engine, session: Session, request: RunRequest, command: Seq
     sent: list[Output] = []
 
     def pass_on(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name.removeprefix("SIG")
+        name = signal_name(number)
         sent.append(send_tagged(engine, session, tag, name, 0 if name == "INT" else 5))
 
     handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)
@@ -4592,7 +4858,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
         if request.source:
             home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
         engine, session = create_session(request.engines, request.name, request.config,
-                                         request.kept, request.spec, home)
+                                         request.kept, request.spec, home, request.source,
+                                         request.start_turn)
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4616,6 +4883,7 @@ def choose_session(args: argparse.Namespace) -> None:
     config = load_config(flags_layer(args), args.profile)
     here = [] if config.get("containerName") else sessions_here(config, args)[:OFFERED]
     about = [f"{row['name']} ({row['labels'].get('sandbox.agent') or 'no agent'}, {row['state']}, "
+             f"{'a copy ' if row['labels'].get('sandbox.workspace') else ''}"
              f"of {local_time(row['created'])})" for row in here]
     for row in here:
         if row["state"] == "running" and (left := recorded_terminals(row["name"])):
@@ -4645,7 +4913,8 @@ def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, An
         with suppress(SandboxError):  # broken, or with another network than is asked for
             have, _ = session.created()
             ours = session.user.split(":")[0] in ("0", str(os.getuid())) and not is_proxy(row)
-            if ours and have["directory"] == config.get("hostPath"):
+            same = flags.values.get("workspace", mode := have.get("workspace", "mount")) == mode
+            if ours and same and have["directory"] == config.get("hostPath"):
                 want = session_config(session, None, flags, args.profile, data).get("network")
                 check_isolation(session, have["network"], want, str)
                 found.append(row)
@@ -4656,6 +4925,8 @@ def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
     if args.background and args.rm_on_exit:
         raise SandboxError("-d does not go together with --rm-on-exit", "keep one of them", 2)
+    if args.background and args.strict:
+        raise SandboxError("-d does not go together with --strict", "keep one of them", 2)
     try:
         with_remedies(partial(choose_session, args), args.yes)
         request = with_remedies(lambda: RunRequest(args, look=on_terminal() or args.rm_on_exit),
@@ -4686,7 +4957,8 @@ def cmd_run(args: argparse.Namespace) -> int:
     try:
         return converse(request, engine, session)
     finally:
-        if args.rm_on_exit and may_remove(engine, session, request.tags):
+        if (args.rm_on_exit and may_remove(engine, session, request.tags)
+                and may_lose(engine, session)):
             remove_session(engine, session)
 
 
@@ -4701,9 +4973,14 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
     if made and not asks and not request.args.rm_on_exit:
         say(f"made the session {session.name}; to come back: {way_back(request, engine, session)}")
     while True:
-        since, tag = time.time(), random_id()
+        since = time.time()
+        turn, request.turn = request.turn or request.turn_of(engine, session, command), None
+        tag = turn.id if turn else random_id()
         request.tags.append(tag)
-        status = run_command(engine, session, request, command, tag)
+        with turn or suppress():
+            status = run_command(engine, session, request, command, tag)
+            if turn and request.args.background and not status:
+                turn.lasts = True
         if status:
             check_removed(engine, session, status)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
@@ -4721,6 +4998,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
+        if turn and not turn.lasts and not turn.report() and request.args.strict:
+            status = TAMPERED_STATUS
         if asks:
             follow_rename(engine, session)
         again = (ask_next_command(request, engine, session, command, status) if asks
@@ -4728,12 +5007,15 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if again is None:
             return status
         if not again:
-            if may_remove(engine, session, request.tags):
+            if may_remove(engine, session, request.tags) and may_lose(engine, session):
                 remove_session(engine, session)
             else:
                 say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
         command = again
+
+
+TAMPERED_STATUS = 3
 
 
 def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
@@ -4815,8 +5097,9 @@ def ask_next_command(request: RunRequest, engine: Engine, session: Session, comm
 
 def cmd_rm(args: argparse.Namespace) -> int:
     def remove(engine: Engine, session: Session) -> None:
-        if not (args.in_use or may_remove(engine, session)):
-            raise SandboxError(f"{session.name} was left as it is")
+        if not (args.in_use or (may_remove(engine, session) and may_lose(engine, session))):
+            raise SandboxError(f"{session.name} was left as it is",
+                               f"sandbox rm -f {session.name} removes it" if session.copy else "")
         remove_session(engine, session)
 
     return for_each(args, "rm", remove)
@@ -4880,8 +5163,6 @@ def cmd_attach(args: argparse.Namespace) -> int:
 def join(engine: Engine, session: Session, held: Held, *, keys: str = "", typing: bool = False,
          follow: bool = True) -> int:
     """Join a terminal that a session holds, what was kept of its output first; its status."""
-    import signal
-
     environ = hold_environ("", "attach", held.id, *(terminal_size(1) if typing else (0, 0)), 0)
     joined = Attachment(attach_argv(engine, session), environ, typing=typing, keys=keys, kept=True,
                         follow=follow)
@@ -5119,7 +5400,9 @@ def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     columns = ("name", "state", "agent", "runs", "profile", "network", "ports", "image", "created",
                "directory")
+    copy = {"copy": " (copy)"}
     print_columns(columns, [{**row, "runs": shown_running(row["running"]),
+                             "directory": row["directory"] + copy.get(row["workspace"], ""),
                              "ports": ", ".join(map(short_port, row["ports"]))} for row in rows])
 
 
@@ -5183,7 +5466,7 @@ def cmd_prune(args: argparse.Namespace) -> int:
     met, engines = 0, engines_of(args)
     for engine in engines:
         with suppress(EngineProblem):
-            prune_engine(engine, args.dry_run)
+            prune_engine(engine, args.dry_run, args.copies)
             met += 1
     if not met:
         pick_engine(engines)  # raises and says why
@@ -5194,34 +5477,47 @@ def cmd_prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def prune_engine(engine: Engine, dry_run: bool) -> None:
+def prune_engine(engine: Engine, dry_run: bool, copies: bool) -> None:
     """Remove the proxies and volumes of an engine whose session is gone, and print their names."""
-    left = leftovers(engine)
+    left = leftovers(engine, copies)
     if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
-        left = [item for item in leftovers(engine) if item in left]
+        left = [item for item in leftovers(engine, copies) if item in left]
     for name, argv in left:
+        if not argv:
+            say(f"{name} holds work of a session that is gone: sandbox prune --copies removes it")
+            continue
         print(name)
         if not dry_run:
             Output(argv, LONG_SECONDS).result()
 
 
-def leftovers(engine: Engine) -> list[tuple[str, list[str]]]:
-    """The proxies, then the volumes of no session: a name, and the engine call that removes it."""
+def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
+    """The proxies and shadows, then the volumes of no session: a name, and the engine call that
+    removes it; [] for a copy that was finished, unless `copies` are to go, too.
+    """
     import re
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    ours = "sandbox-(net|home)-[0-9a-f]{10}"
+    ours = "sandbox-(net|home|shadow|copy)-[0-9a-f]{10}"
     volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     used = {f"sandbox-net-{id}" for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
+    for row in rows:
+        session = Session(row["name"], "", row["labels"])
+        used |= {session.copy, session.store}
+    kept = [volume for volume in volumes if volume.startswith(COPY_VOLUME) and not copies
+            and volume not in used and volume.replace(COPY_VOLUME, STORE_VOLUME) in volumes]
+    used |= {volume.replace(COPY_VOLUME, STORE_VOLUME) for volume in kept}
     proxies = [row["name"] for row in rows
                if is_proxy(row) and row["labels"]["sandbox.session"] not in ids]
+    shadows = engine.read_list(engine.ask(engine.list_argv("sandbox.shadow", ())))
+    proxies += [row["name"] for row in shadows if row["state"] != "running"]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
-            *((volume, engine.argv("remove-volume", volume)) for volume in volumes
-              if volume not in used)]
+            *((volume, [] if volume in kept else engine.argv("remove-volume", volume))
+              for volume in volumes if volume not in used)]
 
 
 def half_written() -> list[str]:
@@ -5273,6 +5569,10 @@ def show_command(args: argparse.Namespace) -> int:
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
         if request.source and request.source.home:
             calls.append(copy_home_argv(engine, request.source, session.home))
+        if session.copy:
+            import sandbox_changes
+
+            calls += sandbox_changes.copy_argvs(engine, session, request.source)
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
@@ -5285,10 +5585,12 @@ def show_command(args: argparse.Namespace) -> int:
     lines.append(f"SANDBOX_ENV={quote_all([script])} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
+    if request.turn_of(engine, session, compose(request.base(), args.agent_args)):
+        lines.insert(0, "# and a snapshot before and after (--no-checkpoint: none)")
     if args.rm_on_exit:
         calls = [engine.argv("remove", session.name, *filter(None, [session.proxy]))]
         calls += [engine.argv("remove-volume", volume)
-                  for volume in filter(None, (session.volume, session.home))]
+                  for volume in filter(None, (session.volume, session.home, session.copy))]
         lines += [quote_all(argv) + " >/dev/null" for argv in calls]
     print("\n".join(lines))
     return 0
@@ -5298,6 +5600,14 @@ def cmd_serve(args: argparse.Namespace) -> int:
     import sandbox_web
 
     return sandbox_web.serve(args)
+
+
+def cmd_changes(command: str, args: argparse.Namespace) -> int:
+    """Those of sandbox_changes, which no other command waits for."""
+    import sandbox_changes
+
+    status: int = getattr(sandbox_changes, f"cmd_{command}")(args)
+    return status
 
 
 def cmd_build(args: argparse.Namespace) -> int:
@@ -5531,6 +5841,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                    "help": "the shell to print a completion script for"}),
     "profile": ("-r --run",
                 {"metavar": "PROFILE", "help": "run profile: runs.PROFILE of sandbox.json"}),
+    "copy": ("--copy", FLAG | {"help": "work on a copy of the directory: see merge"}),
     "allow": ("--allow", REPEATED | {"metavar": "HOST[:PORT]",
                                      "help": "a host that it may reach, and no other than "
                                      "those; *.NAME for all below it; repeatable"}),
@@ -5542,19 +5853,34 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
                           "with its conversations and settings"}),
     "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
+    "turn": ("", {"nargs": "?", "metavar": "TURN",
+                  "help": "id of a turn as log prints it, or the beginning of one, or -1 for the "
+                          "last, -2 for the one before it"}),
+    "paths": ("", {"nargs": "*", "metavar": "PATH", "default": [],
+                   "help": "only what is there, or below: a path from the current directory, or "
+                           "from outside of the session's directory one in that"}),
+    "stat": ("--stat", FLAG | {"help": "how many lines of each file have changed, not which"}),
     "follow": ("-f --follow", FLAG | {"help": "go on as more comes"}),
-    "dry_run": ("--dry-run", FLAG | {"help": "only print what would be removed"}),
+    "dry_run": ("--dry-run", FLAG | {"help": "only print what would be done"}),
+    "copies": ("--copies", FLAG | {"help": "remove copies of sessions that are gone, too"}),
     "allow_engine_socket": ("--allow-engine-socket",
                             FLAG | {"help": "permit a mount that holds an engine's socket"}),
     "new": ("--new", FLAG | {"help": "make another session, whatever the directory has, unasked"}),
     "rm_on_exit": ("--rm-on-exit", FLAG | {"help": "remove the container when the command ends"}),
+    "checkpoint": ("--checkpoint", {"action": "store_const", "const": True,
+                                    "help": "take a snapshot of the directory before and after; "
+                                            "default: for an agent"}),
+    "no_checkpoint": ("--no-checkpoint", FLAG | {"help": "take none"}),
+    "strict": ("--strict", FLAG | {"help": "end with status 3 where what this machine may execute "
+                                           "has changed"}),
     "reveal": ("--reveal", FLAG | {"help": "print passwords and secret values"}),
     "json": ("--json", FLAG | {"help": "print JSON"}),
     "quiet": ("-q --quiet", FLAG | {"help": "print names only"}),
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
-    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it"}),
+    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it or "
+                                       "its copy was not merged"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),
@@ -5576,11 +5902,20 @@ def flags_layer(args: argparse.Namespace) -> Layer:
         values["env"] = env_flags(values["env"])
     if getattr(args, "new", False) and "containerName" in values:
         raise SandboxError("--new does not go together with -n", "keep one of them", 2)
+    for name, other, value in (("strict", "no_checkpoint", True),
+                               ("no_checkpoint", "checkpoint", False)):
+        if getattr(args, name, False):
+            if getattr(args, other):
+                raise SandboxError(f"{OPTIONS[name][0]} does not go together with "
+                                   f"{OPTIONS[other][0]}", "keep one of them", 2)
+            values["checkpoint"], places["checkpoint"] = value, OPTIONS[name][0]
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
                                "keep one of them", 2)
         values["network"], places["network"] = {"allow": args.allow}, "--allow"
+    if getattr(args, "copy", False):
+        values["workspace"], places["workspace"] = "copy", "--copy"
     if values.get("hostPath"):
         values["hostPath"] = os.path.join(current_directory(), values["hostPath"])
     if "envFile" in values:
@@ -5652,6 +5987,37 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+class Arguments:
+    """What a command was given, as argparse.Namespace has it."""
+
+
+def read_plainly(command: str, words: Sequence[str]) -> Any:
+    """What argparse would make of words, None for what takes a closer look: a mistake, the help, an
+    argument. To import argparse takes longer than all else that most commands do.
+    """
+    values: dict[str, Any] = {}
+    known: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name, (flags, settings) in options_of(command).items():
+        if not flags and settings.get("nargs") not in ("?", "*"):
+            return None
+        is_flag = settings.get("action") == "store_true"
+        values[name] = settings.get("default", False if is_flag else None)
+        known.update(dict.fromkeys(flags, (name, settings)))
+    left = iter(words)
+    for word in left:
+        name, settings = known.get(word, ("", {}))
+        if settings.get("action", "")[:5] == "store":
+            values[name] = settings.get("const", True)
+            continue
+        value = next(left, "-")
+        if not name or value.startswith("-") or settings.keys() & {"choices", "nargs", "type"}:
+            return None
+        values[name] = [*values[name], value] if settings.get("action") == "append" else value
+    args = Arguments()
+    vars(args).update(values)
+    return args
+
+
 def usage() -> str:
     commands = "\n".join(f"  {name:12} {row[0]}" for name, row in COMMANDS.items())
     return f"""\
@@ -5669,15 +6035,18 @@ sandbox COMMAND --help explains a command; sandbox --version prints the version.
 def argparse_of(command: str, words: Sequence[str]) -> argparse.Namespace:
     """The parsed options of a command, with what -x and `--` brought where it takes them."""
     if command not in ("run", "config"):
-        return parser_of(command).parse_args(words)
+        return read_plainly(command, words) or parser_of(command).parse_intermixed_args(words)
     options, command_words, agent_args = split_command(words)
-    parser = parser_of(command)
-    args, more = parser.parse_known_args(options)
+    parser, more = None, list[str]()
+    args: argparse.Namespace = read_plainly(command, options)
+    if not args:
+        parser = parser_of(command)
+        args, more = parser.parse_known_args(options)
     if more and not more[0].startswith("-"):
         wanted = ("-y" if more[0] in SHORTCUTS else "-x", *more)
         raise SandboxError(f"unexpected words: {quote_all(more)}",
                            f"to run that: sandbox run {quote_all(wanted)}", 2)
-    if more:
+    if parser and more:
         parser.error(f"unrecognized arguments: {quote_all(more)}")
     if args.command:
         raise SandboxError(f"-x{args.command}: a space is missing",
@@ -5695,7 +6064,8 @@ def cmd_completion(args: argparse.Namespace) -> int:
 
 NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
 # The word that is one, if there is one.
-NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2}
+NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2, "log": 2,
+            "diff": 2, "undo": 2, "redo": 2, "merge": 2}
 
 
 def complete(words: Sequence[str]) -> list[str]:
@@ -5723,6 +6093,8 @@ def complete(words: Sequence[str]) -> list[str]:
         return [*recorded_terminals(words[1]), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
         return [f"{row['name']}:" for row in list_sessions(engines_of())]
+    if command in ("diff", "undo") and len(words) > 2 and not words[-1].startswith("-"):
+        return []
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:
             return []
@@ -5734,8 +6106,8 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = ("source profile new allow allow_engine_socket rm_on_exit background yes "
-               "verbose")
+RUN_OPTIONS = ("source profile new copy allow allow_engine_socket rm_on_exit background checkpoint "
+               "no_checkpoint strict yes verbose")
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,
@@ -5744,6 +6116,15 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "attach": ("go back to a terminal of a session", "session id", cmd_attach),
     "logs": ("print what an agent, a prompt or a command has printed", "session id follow",
              cmd_logs),
+    "log": ("list the turns of agents in a session, and what each has changed", "session json",
+            partial(cmd_changes, "log")),
+    "diff": ("show what agents have changed, or one turn", "session turn paths stat json",
+             partial(cmd_changes, "diff")),
+    "undo": ("take back the last turn of an agent, or all since one began",
+             "session turn paths dry_run in_use", partial(cmd_changes, "undo")),
+    "redo": ("take back the last undo", "session", partial(cmd_changes, "redo")),
+    "merge": ("bring what was done in a copy into its directory", "session dry_run",
+              partial(cmd_changes, "merge")),
     "stop": ("stop containers", "names", cmd_stop),
     "start": ("start containers that were stopped", "names", cmd_start),
     "cp": ("copy between this machine and a session", "copied target", cmd_cp),
@@ -5752,7 +6133,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
                  "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
     "rename": ("give a session another name", "session new_name", cmd_rename),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
-    "prune": ("remove what a crash or a power cut has left", "dry_run", cmd_prune),
+    "prune": ("remove what a crash or a power cut has left", "dry_run copies", cmd_prune),
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",
                f"what {RUN_OPTIONS} reveal", cmd_config),

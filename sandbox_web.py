@@ -18,16 +18,18 @@ Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandb
 All that it uses of sandbox.py (a test compares this list with the code):
 
     errors: SandboxError EngineProblem BrokenSession NotASession FileError nearest
-    data: parse_json read_json is_exact is_plain a_name random_id printable quote_all
+    data: parse_json read_json is_exact is_plain a_name random_id printable one_line quote_all
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
-        recreate_session start_session stop_session remove_session users_of recall forget_files
+        recreate_session start_session stop_session remove_session users_of recall has_ended
+        forget_files
         generated_name spec_of check_spec check_mounts differences git_of
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
+        wanted_turn
     terminals: hold_argv attach_argv hold_environ frame Frames numbers_of Held list_terminals
         record_terminal forget_terminal recorded_terminals title_of agent_of cannot_hold
         is_unheld forget_lost
@@ -97,6 +99,7 @@ FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 3
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
 SHOWN_DECISIONS = 500
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
+LOG_SECONDS = 10  # how long that of a session's turns, which a run of the command line adds to
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
 KEPT_JOBS = 200
@@ -158,6 +161,8 @@ def as_web_error(error: Exception) -> WebError:
         return error
     if isinstance(error, SandboxError):
         code = {2: "bad_request", 125: "engine_failed"}.get(error.code, "failed")
+        # What a shadow has refused, see sandbox_changes.py.
+        code = {"missing": "not_found", "nothing": "conflict"}.get(getattr(error, "kind", ""), code)
         if isinstance(error, EngineProblem):
             code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
         elif isinstance(error, sandbox.BrokenSession):
@@ -634,7 +639,7 @@ class App(ThreadingHTTPServer):
         self.gateway = Gateway(config.get("serverUser"), self.password, f"{state}.json", address,
                                tls is not None, config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
-        self.news = News()
+        self.news, self.changes = News(), Changes()
         self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
@@ -1053,7 +1058,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
     try:
         have, _ = session.created()
     except sandbox.BrokenSession:
-        unknown = ("agent", "profile", "directory", "workdir", "image", "network",
+        unknown = ("agent", "profile", "directory", "workdir", "workspace", "image", "network",
                    "agentPromptCommand")
         return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
                 "runtime": engine.name, "recreate": []}
@@ -1065,6 +1070,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
         "image": have["image"], "ports": have["ports"],
         "network": sandbox.network_of(session, config) if session.proxy else have["network"],
+        "workspace": have.get("workspace", "mount"),
         "runtime": engine.name, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
                                               settings),
@@ -1089,7 +1095,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, **dict.fromkeys(SETTINGS, object))
+                  image=str, workspace=str, **dict.fromkeys(SETTINGS, object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
@@ -1172,8 +1178,15 @@ def get_users(_app: App, _request: Request, params: Params) -> Answer:
     return json_answer({"users": sandbox.users_of(engine, session)})
 
 
-def delete_session(app: App, _request: Request, params: Params) -> Answer:
+def delete_session(app: App, request: Request, params: Params) -> Answer:
+    """Remove a session; with ?force=1 also work in its copy that was not merged."""
     engine, session = find(params["session"])
+    if session.copy and not request.number("force", 0, 0, 1):
+        import sandbox_changes
+
+        if work := sandbox_changes.unmerged(engine, session):
+            raise WebError("conflict", f"{session.name} holds work that was not merged: {work}",
+                           "merge it, or remove it with ?force=1")
     sandbox.remove_session(engine, session)
     for folder in list(ENDED_JOBS):
         if folder.startswith(job_folder(session.name) + "/"):
@@ -1375,7 +1388,9 @@ def iso(seconds: float) -> str:
 
 def start_job(engine: Engine, session: Session, kind: str, command: str, shown: Mapping[str, Any],
               extra_env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run a shell command line in a session, under a supervisor; the job as clients see it."""
+    """Run a shell command line in a session, under a supervisor, which takes the snapshots of its
+    turn, too; the job as clients see it.
+    """
     config = sandbox.session_config(session)
     env = {**sandbox.exec_env(config, session.created()[0]), **(extra_env or {})}
     with as_request_error():
@@ -1390,8 +1405,13 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,
            "started": iso(now)}
     try:
+        turn = None
+        if kind != "autostart":
+            title = sandbox.one_line(shown.get("prompt", command).strip().split("\n")[0])
+            about = {"id": id, "what": kind, "command": title}
+            turn = sandbox.wanted_turn(config, engine, session, about, kind == "prompt")
         write_job(folder, {"job": job, "tag": tag})
-        start_supervisor([folder, str(JOB_BYTES), *argv], script)
+        start_supervisor([folder, str(JOB_BYTES), *argv], script, turn.environ() if turn else {})
     except BaseException:
         sandbox.remove_tree(folder)
         raise
@@ -1411,7 +1431,7 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
     sandbox.write_private(f"{folder}/job.json.new", json.dumps(job))
 
 
-def start_supervisor(args: Sequence[str], script: str) -> None:
+def start_supervisor(args: Sequence[str], script: str, turn: Mapping[str, str] = {}) -> None:
     """Run static/session/job.py and wait until it has detached itself.
 
     It is read from a pipe, because in a zipapp it is no file that Python could be given.
@@ -1421,7 +1441,7 @@ def start_supervisor(args: Sequence[str], script: str) -> None:
         with open(source, "rb") as stdin, open(os.devnull, "r+b", 0) as null:
             fds = {0: stdin.fileno(), 1: null.fileno(), 2: null.fileno()}
             pid = sandbox.spawn([sys.executable, "-I", "-S", "-", *args], fds=fds, own_group=True,
-                                env={**os.environ, "SANDBOX_ENV": script})
+                                env={**os.environ, "SANDBOX_ENV": script, **turn})
         program.write(SUPERVISOR)
     if sandbox.wait_for(pid):
         raise WebError("internal", "the supervisor of the job could not be started")
@@ -1466,6 +1486,8 @@ def read_job(session: str, id: str) -> dict[str, Any]:
         state = "cancelled" if os.path.exists(f"{folder}/cancel") else "ended"
     job |= {"id": id, "session": session, "state": state, "size": size,
             **{key: status.get(key) for key in STATUS_TYPES}}
+    if changes := kept_changes(f"{folder}/changes"):
+        job["changes"] = changes
     if state == "lost":
         job["error"] = "the job's supervisor was killed; what came after is not known"
     if state != "running":
@@ -1473,6 +1495,14 @@ def read_job(session: str, id: str) -> dict[str, Any]:
             ENDED_JOBS.pop(next(iter(ENDED_JOBS)), None)
         ENDED_JOBS[folder] = job
     return job
+
+
+def kept_changes(path: str) -> dict[str, Any] | None:
+    """What the turn of a job has changed, None where that is not known, or not yet."""
+    with suppress(OSError, ValueError):
+        data = sandbox.read_json(path)
+        return data if isinstance(data, dict) else None
+    return None
 
 
 STATUS_TYPES = {"exit": int, "ended": str, "error": str}
@@ -1778,6 +1808,121 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
             while time.monotonic() < deadline and is_locked(f"{folder}/lock"):
                 time.sleep(0.05)
     sandbox.signal_tagged(engine, session, tag, "TERM", 3)
+
+
+# --- Changes ---
+# What turns have changed: the answers of static/image/shadow.py, for each of which a container
+# starts: the log is kept for a moment, and until a job has begun or ended or something was undone.
+
+
+class Changes:
+    """The logs that were read, and the sessions in which something is being undone."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.reading = dict[str, threading.Lock]()
+        self.undoing = set[str]()
+        # With the state of the session, and the time, that they are of.
+        self.logs = dict[str, tuple[list[Any], float, dict[str, Any]]]()
+
+    def log(self, engine: Engine, session: Session, anew: bool) -> dict[str, Any]:
+        """The turns, and when they were read; who asks while they are read gets the same."""
+        with self.lock:
+            reading = self.reading.setdefault(session.name, threading.Lock())
+        asked = self.logs.get(session.name)
+        with reading:
+            kept = self.logs.get(session.name)
+            jobs = list_jobs(session.name, 20)
+            state = [session.id, *((job["id"], job["state"]) for job in jobs)]
+            if (not kept or kept[0] != state or time.monotonic() - kept[1] > LOG_SECONDS
+                    or (anew and kept is asked)):
+                from sandbox_changes import mark_overlaps
+
+                answer = ask_shadow(engine, session, "log", {})
+                mark_overlaps(answer["turns"])
+                kept = state, time.monotonic(), {**answer, "read": iso(time.time())}
+                self.logs[session.name] = kept
+            return kept[2]
+
+    @contextmanager
+    def alone(self, session: Session) -> Iterator[None]:
+        """Nobody else undoes or merges something in it. Raises WebError where somebody does."""
+        with self.lock:
+            if session.name in self.undoing:
+                raise WebError("conflict", f"something is being undone or merged in {session.name}",
+                               "try again when it is done")
+            self.undoing.add(session.name)
+        try:
+            yield
+        finally:
+            self.undoing.discard(session.name)
+            self.logs.pop(session.name, None)
+
+
+def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+               writable: bool = False) -> dict[str, Any]:
+    """The shadow's answer. Raises SandboxError."""
+    import sandbox_changes
+
+    session.created()  # raises where its labels are not whole
+    bounds = sandbox_changes.bounds(sandbox.session_config(session))
+    request = {**bounds, "when": iso(time.time()), **request}
+    return dict(sandbox_changes.ask_shadow(engine, session, verb, request, writable))
+
+
+def changes_answer(data: object) -> Answer:
+    """JSON in ASCII: bytes of paths that are no UTF-8 stay what they are, as lone surrogates."""
+    return Answer(json.dumps(data, separators=(",", ":")).encode(), TYPES["json"])
+
+
+def a_path(text: Any) -> str:
+    """A path below a session's directory, or as a JSON string, for bytes that are no UTF-8."""
+    with suppress(ValueError, TypeError):
+        value = sandbox.parse_json(text) if str(text).startswith('"') else text
+        top = os.path.normpath(value).split("/")[0]  # "" of an absolute path
+        if value and "\0" not in value and top not in ("", ".."):
+            return str(value)
+    raise WebError("bad_request", f"{json.dumps(text)[:80]} is no path",
+                   "paths begin at the top of the session's directory")
+
+
+def get_changes(app: App, request: Request, params: Params) -> Answer:
+    """The turns; ?again=1 reads them again."""
+    again = request.number("again", 0, 0, 1)
+    return changes_answer(app.changes.log(*find(params["session"]), again == 1))
+
+
+def get_diff(_app: App, request: Request, params: Params) -> Answer:
+    """The files of a turn, or of all; ?path= is of one, ?patch=1 with their patches."""
+    query = request.query
+    wanted = {"turn": query.get("turn", ""), "patch": request.number("patch", 0, 0, 1) == 1,
+              "paths": [a_path(query["path"])] if "path" in query else []}
+    return changes_answer(ask_shadow(*find(params["session"]), "diff", wanted))
+
+
+def change_route(verb: str) -> Callable[[App, Request, Params], Answer]:
+    """A route that undoes or does again."""
+    def post(app: App, request: Request, params: Params) -> Answer:
+        data = fields(request.json(), turn=str, only=bool, paths=list, dry=bool)
+        data["paths"] = [a_path(path) for path in data.get("paths", [])]
+        engine, session = find(params["session"])
+        with app.changes.alone(session):
+            return changes_answer(ask_shadow(engine, session, verb, data, not data.get("dry")))
+
+    return post
+
+
+def post_merge(app: App, request: Request, params: Params) -> Answer:
+    """Bring the work of a session on a copy into its directory."""
+    from sandbox_changes import merge_copy
+
+    dry = fields(request.json(), dry=bool).get("dry", False)
+    engine, session = find(params["session"])
+    if not session.copy:
+        raise WebError("conflict", f"{session.name} works on the directory itself",
+                       "nothing is to merge")
+    with app.changes.alone(session):
+        return changes_answer(merge_copy(engine, session, dry))
 
 
 # --- News ---
@@ -2187,6 +2332,7 @@ class Terminal:
             if self.is_new and sandbox.is_unheld(self.session):
                 self.start_unheld()
             elif self.is_new:
+                self.begin_turn()
                 argv = sandbox.hold_argv(self.engine, self.session, workdir(self.session), self.id)
                 self.spawn(argv, sandbox.hold_environ(self.script(), "start", self.id, *self.size,
                                                       self.title, *self.command))
@@ -2196,6 +2342,17 @@ class Terminal:
         except BaseException:
             sandbox.Output.close(self.wake_read, self.wake_write)
             raise
+
+    def begin_turn(self) -> None:
+        """Take the first snapshot where an agent is started; the last one takes a process that the
+        server's end does not touch.
+        """
+        about = {"id": self.id, "what": "agent", "command": self.title}
+        config = sandbox.session_config(self.session)
+        if self.run == "agent" and (
+                turn := sandbox.wanted_turn(config, self.engine, self.session, about, True)):
+            with turn:
+                turn.lasts = True
 
     def attach_client(self) -> None:
         """Attach to the holder where the ring ends."""
@@ -2751,6 +2908,9 @@ class Terminals:
             self.make_room()
             early = Terminal(app, *known, run, size)
             early.start()
+            # Where its first process is seen to run there is nothing to look for.
+            if known[1].process and not sandbox.has_ended(known[1]):
+                return self.open(early)
         try:
             engine, session = find_running(name)
             if run == "agent" and not session.agent:
@@ -2972,6 +3132,11 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("DELETE", SESSION + "/jobs/{job}", delete_job),
     ("GET", SESSION + "/jobs/{job}/events", get_events),
     ("GET", SESSION + "/jobs/{job}/output", get_output),
+    ("GET", SESSION + "/changes", get_changes),
+    ("GET", SESSION + "/changes/diff", get_diff),
+    ("POST", SESSION + "/changes/undo", change_route("undo")),
+    ("POST", SESSION + "/changes/redo", change_route("redo")),
+    ("POST", SESSION + "/changes/merge", post_merge),
     ("GET", SESSION + "/terminals", get_terminals),
     ("DELETE", SESSION + "/terminals/{terminal}", delete_terminal),
     ("GET", SESSION + "/terminal", get_terminal),

@@ -9,11 +9,12 @@ again; the files that pages load are kept in static/ui/vendor/, with the digest 
 that says whether they are up to date. They are never committed. Building a wheel fetches them too:
 pyproject.toml names this file as hatchling's build hook.
 
-In it: sandbox.py, sandbox_web.py, static/ as sandbox_static/, the pure Python part of the
-`websockets` that is installed for the running interpreter, and a __main__.py. Beside each module
-lies its bytecode (unchecked-hash): the Python version that built the file starts a third faster,
-any other compiles the source. Names are sorted and times and modes fixed, so two builds from equal
-sources on one interpreter are equal byte for byte.
+In it: sandbox.py, sandbox_changes.py, sandbox_web.py, static/ as sandbox_static/, the pure Python
+part of the `websockets` that is installed for the running interpreter, and a __main__.py. Beside
+each module lies its bytecode (unchecked-hash): the Python version that built the file starts a
+third faster, any other compiles the source. What every start reads is not compressed: to unpack it
+takes longer. Names are sorted and times and modes fixed, so two builds from equal sources on one
+interpreter are equal byte for byte.
 
 Exit status: 0, or 1 when websockets or the registry is missing.
 """
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("sandbox.py", "sandbox_web.py")
+MODULES = ("sandbox.py", "sandbox_changes.py", "sandbox_web.py")
 NOT_ASSETS = {"build.py", "node_modules", "__pycache__", "package.json", "package-lock.json",
               ".npmrc"}
 VENDOR = ROOT / "static" / "ui" / "vendor"
@@ -52,10 +53,11 @@ LIBRARIES = (
 )
 NPM_SECONDS = 300
 # A shell, because the first line of a script can name one option at most where `env` does not know
-# -S.
+# -S. Python's own -S, because all that is imported is in the file: what the machine has installed
+# for Python takes its time at each start.
 START = b"""\
 #!/bin/sh
-exec python3 -I "$0" "$@"
+exec python3 -I -S "$0" "$@"
 """
 MAIN = b"""\
 import sys
@@ -63,8 +65,14 @@ import sys
 if sys.version_info < (3, 11):
     sys.exit("sandbox: Python 3.11 or newer is needed, this is %d.%d" % sys.version_info[:2])
 
-import sandbox
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 
+# `import sandbox` would read and decode the module twice: first to learn the name of its file.
+spec = ModuleSpec("sandbox", __loader__, origin=__file__.replace("__main__", "sandbox"))
+spec.has_location = True
+sandbox = sys.modules["sandbox"] = module_from_spec(spec)
+__loader__.exec_module(sandbox)
 sandbox.entry()
 """
 
@@ -216,13 +224,18 @@ def bytecode(name: str, source: bytes) -> bytes:
         return Path(f"{path}c").read_bytes()
 
 
+def is_hot(name: str) -> bool:
+    """Whether a start of the command line reads it."""
+    return name in ("__main__.pyc", "sandbox.pyc") or name.startswith("sandbox_static/session/")
+
+
 def archive(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO(START)
     buffer.seek(0, io.SEEK_END)
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
         for name in sorted(files):
             info = zipfile.ZipInfo(name)  # dated 1980-01-01
-            info.compress_type = zipfile.ZIP_DEFLATED
+            info.compress_type = zipfile.ZIP_STORED if is_hot(name) else zipfile.ZIP_DEFLATED
             info.external_attr = 0o100644 << 16
             target.writestr(info, files[name])
     return buffer.getvalue()

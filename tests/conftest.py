@@ -300,6 +300,8 @@ class Engine:
             label = '{{index .Config.Labels "sandbox.%s"}}'
             shown = f"sandbox-net-{label % 'session'} {label % 'home'}"
             volumes = set(self.run("inspect", "--format", shown, *ids).stdout.split())
+            volumes |= {volume.replace("-home-", f"-{kind}-") for volume in volumes
+                        for kind in ("shadow", "copy")}
             # Without a time podman lets a process that ignores SIGTERM live for ten seconds.
             grace = ["--time=0"] if self.runtime == "podman" else []
             self.run("rm", "-f", "-v", *grace, *ids)
@@ -311,10 +313,13 @@ def unique_name() -> str:
 
 
 def write_config(home: Path, **keys: object) -> None:
-    """Write sandbox.json for the test image with these keys; `home`'s owner owns it."""
+    """Write sandbox.json for the test image with these keys; `home`'s owner owns it.
+
+    That image has no git, which snapshots need.
+    """
     path = home / "sandbox.json"
-    path.write_text(json.dumps({"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION, **keys},
-                               indent=2))
+    path.write_text(json.dumps({"imageName": IMAGE_NAME, "imageVersion": IMAGE_VERSION,
+                                "checkpoint": False, **keys}, indent=2))
     path.chmod(0o600)
     os.chown(path, home.stat().st_uid, home.stat().st_gid)
 

@@ -415,6 +415,21 @@ def left_in(engine: Engine, name: str) -> list[str]:
     return engine.run("exec", name, "sh", "-c", script).stdout.split()
 
 
+@pytest.mark.parametrize("change", [
+    "", ": >$f", "echo junk >$f", "head -c 1000 $f >$f.x && mv $f.x $f", "rm $f; mkdir $f",
+    """python3 -I -c "import marshal; marshal.dump(('', 1), open('$f', 'wb'))" """,
+    """python3 -I -c "import marshal; marshal.dump(1, open('$f', 'wb'))" """])
+def test_what_the_session_keeps_of_the_holder_need_not_be_right(
+        engine: Engine, project: Path, name: str, change: str) -> None:
+    begin(engine, name)
+    script = f"for f in /run/sandbox/hold-*; do [ -f $f ]; {change or ':'}; done"
+    assert engine.run("exec", name, "sh", "-ec", script).returncode == 0
+    with engine.pty("attach", name) as terminal:
+        terminal.expect("ready")
+        terminal.send("\x04")
+        assert terminal.wait() == 5
+
+
 def test_what_was_kept_is_shown_without_its_questions(engine: Engine, project: Path,
                                                       name: str) -> None:
     begin(engine, name, "printf '\\033[c\\033[?1049h\\033[6nready'; cat")

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,6 +51,45 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--version", "-V"):
         assert main(option) == 0
         assert capsys.readouterr() == (f"sandbox {sandbox.__version__}\n", "")
+
+
+def test_a_plain_command_line_is_read_as_argparse_reads_it() -> None:
+    """What read_plainly() takes upon itself, over words of which most are an option's."""
+    chance, read = random.Random(10), 0
+    for command in sandbox.COMMANDS:
+        parser = sandbox.parser_of(command)
+        known = [flag for flags, _ in sandbox.options_of(command).values() for flag in flags]
+        others = ["", "x", "NAME=1", "-", "--", "-1", "-x y", "--name=x", "-nx", "--nam", "a b"]
+        tried = [[flag, *more] for flag in known for more in ([], ["x"], ["x", flag, "y"])]
+        tried += [[chance.choice(known if known and chance.random() < 0.5 else others)
+                   for _ in range(chance.randrange(5))] for _ in range(100)]
+        for words in tried:
+            args = sandbox.read_plainly(command, words)
+            if args is None:
+                continue
+            read += 1
+            assert vars(args) == vars(parser.parse_args(words)), words
+    assert read > 100
+    assert sandbox.REPEATED["default"] == []
+
+
+def test_words_are_quoted_as_shlex_does() -> None:
+    chance = random.Random(10)
+    for _ in range(3000):
+        words = ["".join(chance.choices("ab1_@%+=:,./-'\"$ \\\nü\udc80", k=chance.randrange(6)))
+                 for _ in range(chance.randrange(4))]
+        assert sandbox.quote_all(words) == shlex.join(words)
+
+
+def test_nothing_written_in_python_is_imported_with_it() -> None:
+    """See the import budget of sandbox.py."""
+    code = ("import sys, os, __future__; before = {*sys.modules}; "
+            f"sys.path.insert(0, {str(ROOT)!r}); import sandbox; "
+            "print(*{name for name in {*sys.modules} - before "
+            "if (getattr(sys.modules[name], '__file__', None) or '').endswith('.py')})")
+    out = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True,
+                         timeout=60, check=True).stdout
+    assert out.split() == ["sandbox"]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +268,8 @@ def test_the_dashes_after_config_command_belong_to_the_agent() -> None:
         ("ps -", ["--json", "-q"], ["-y"]),
         ("run -v ", [], ["--hp", "-y", "run"]),
         ("build --iba ", [], ["--iv", "run"]),
+        ("diff shop -", ["--stat"], ["--dry-run"]),
+        ("undo shop sr", [], ["--dry-run"]),
         ("run -y c -- ", [], ["--hp", "-y", "c"]),
         ("run -x ls ", [], ["--hp", "-y"]),
         ("nonsense ", [], ["show"]),

@@ -138,6 +138,20 @@ def test_ps_shows_a_table_and_names(engine: Engine, project: Path, home: Path, n
     assert header.index("DIRECTORY") == line.index(str(project))
 
 
+def test_what_is_called_often_imports_little(engine: Engine, project: Path, home: Path,
+                                              name: str) -> None:
+    """See the import budget of sandbox.py."""
+    dear = {"argparse", "dataclasses", "enum", "json", "re", "signal", "subprocess", "typing"}
+    run = ["run", "-n", name, "-e", "A=1", "-x", "true"]
+    engine.sandbox(*run)  # creates it
+    engine.sandbox(*run)  # looks whether it runs
+    for words in (run, ["ps"]):
+        answer = engine.sandbox(*words, env={"PYTHONPROFILEIMPORTTIME": "1"})
+        imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
+        assert answer.returncode == 0 and "sandbox" in imported
+        assert not imported & dear
+
+
 def test_rm_on_exit_leaves_nothing(engine: Engine, project: Path, name: str) -> None:
     for status in (3, *ENGINE_STATUS):
         answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", f"exit {status}")
@@ -425,12 +439,12 @@ def test_a_mounted_file_may_be_written_anew_meanwhile(engine: Engine, project: P
     assert made.returncode == 0
     label = engine.run("inspect", "-f", '{{index .Config.Labels "sandbox.created"}}', name).stdout
     spec = json.loads(label)["spec"]
-    before = sandbox.mounts_meant(spec)
+    before = sandbox.mounts_meant(sandbox.binds_of(spec))
     (project / "new").write_text("whole")
     (project / "new").rename(project / "file")
     script = (ROOT / "static" / "session" / "mounts.sh").read_text() + 'mounts_are "$@"'
     look = ("exec", "--user", "0:0", name, "sh", "-c", script, "sandbox")
-    for meant in (before, sandbox.mounts_meant(spec)):
+    for meant in (before, sandbox.mounts_meant(sandbox.binds_of(spec))):
         assert engine.run(*look, *meant).returncode == 0
     (project / "file").rename(project / "elsewhere")
     answer = engine.run(*look, before[0], f"{before[3]}x", "/x")

@@ -161,7 +161,7 @@ def test_the_command_starts_where_it_is_installed_for_the_user(wheel: Path, tmp_
 def test_the_wheel_leaves_site_packages_tidy(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops <= {"sandbox.py", "sandbox_web.py", "sandbox_static"}
+    assert tops <= {"sandbox.py", "sandbox_changes.py", "sandbox_web.py", "sandbox_static"}
     assert f"sandbox_static/{ASSET}" in names
     assert "sandbox_static/build.py" not in names
 
@@ -179,6 +179,14 @@ def test_the_zipapp_is_a_command_of_its_own(zipapp: Path, elsewhere: Path) -> No
     way = Way([str(zipapp)], [], elsewhere)
     assert VERSION in way.run([str(zipapp), "--version"]).decode()
     assert VERSION in way.run([sys.executable, "-I", str(zipapp), "--version"]).decode()
+
+
+def test_the_zipapp_finds_its_files_by_any_way(zipapp: Path, elsewhere: Path) -> None:
+    (elsewhere / "link").symlink_to(zipapp)
+    (elsewhere / "below").mkdir()
+    script = (ROOT / "static" / "completion" / "sandbox.bash").read_bytes()
+    for path in (os.path.relpath(zipapp, elsewhere), "./link", "below/../link"):
+        assert Way([], [], elsewhere).run([path, "completion", "bash"]) == script
 
 
 def test_the_zipapp_starts_isolated(zipapp: Path, tmp_path: Path) -> None:

@@ -13,12 +13,10 @@ import random
 import shutil
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -472,6 +470,7 @@ def test_the_rules_of_the_first_snapshot_say_what_is_ignored(workspace: Workspac
     seen = {path for path, row in found.items() if row.get("kept") is False}
     assert seen == {"build", "src/out", "cache", "deep/build", "big.log"}
     assert (found["build"]["files"], found["build"]["size"]) == (2, 3)
+    assert found["build"]["why"] == "an ignored directory is only counted"
     assert {"keep/out/y", "new/file", "small.log", "big.txt", ".gitignore"} < {*found}
     left = {row["path"]: row["why"] for row in workspace.call("undo")["left"]}
     assert left.keys() == seen | {"deep"}  # for it is not empty
@@ -484,7 +483,8 @@ def test_what_was_not_kept_goes_only_when_one_says_so(workspace: Workspace) -> N
     workspace.write({"code": "x"})
     with workspace.turn(), (workspace.top / "code").open("wb") as file:
         file.truncate(20 << 20)
-    assert workspace.call("undo")["left"] == [{"path": "code", "why": "it is too large to keep"}]
+    assert workspace.call("undo")["left"] == [
+        {"path": "code", "why": "it is too large to keep", "conflict": True}]
     assert (workspace.top / "code").stat().st_size == 20 << 20
     assert workspace.call("undo", discard=True)["left"] == []
     assert (workspace.top / "code").read_text() == "x"
@@ -518,20 +518,43 @@ def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
         assert ("subprocess.Popen" in text) == opened
 
 
-def test_a_file_that_changes_within_the_same_tick_is_read_again(workspace: Workspace) -> None:
-    """As if the clock had stood still: what the snapshot has noted is what the file is now."""
-    workspace.write({"a": "one"})
+@pytest.mark.parametrize("shared", [0, 500])
+def test_two_processes_see_what_one_sees(workspace: Workspace, shared: int) -> None:
+    """A second one compares half of a large tree with what was seen last."""
+    workspace.program.write_text(PROGRAM.read_text().replace("SHARED = 500", f"SHARED = {shared}"))
+    armed(workspace)
+    workspace.write({f"d{at % 40}/e{at % 7}/{at}": f"{at}\n" for at in range(900)})
+    workspace.write({".gitignore": "build\n", "d1/build/x": "x"})
+    chance = random.Random(7)
+    for _ in range(4):
+        before = workspace.state()
+        with workspace.turn():
+            for path in chance.sample(sorted(workspace.top.glob("d*/e*/*")), 5):
+                path.unlink()
+            subprocess.run(["rm", "-r", chance.choice(sorted(workspace.top.glob("d*/e*")))])
+            at = chance.randrange(40)
+            workspace.write({f"d{at}/new": "x", f"d{at}/f/new{at}": "y", "d1/build/x": f"{at}"})
+            chance.choice(sorted(workspace.top.glob("d*/*"))).chmod(0o700)
+        after = workspace.state()
+        assert {row["path"] for row in workspace.call("undo")["left"]} == {"d1/build"}
+        build = b"d1/build/x"
+        assert workspace.state() | {build: b""} == before | {build: b""}
+        workspace.call("redo")
+        assert workspace.state() == after
+
+
+def test_a_file_that_is_as_new_as_the_snapshot_is_read_again(workspace: Workspace) -> None:
+    """Were the clock to stand still, nothing else would tell that it has changed."""
+    workspace.write({"a": "one", "old": "x"})
+    os.utime(workspace.top / "a", (1, 1))  # its ctime is new
     with workspace.turn():
+        _, data = (workspace.store / "cache-main").read_bytes().split(b"\n", 1)
+        noted = marshal.loads(marshal.loads(data)[""][0])
+        assert {row[0] for row in noted} == {"a", "old"}
+        assert shadow.row_of("a", os.stat(workspace.top / "a")) not in noted
         workspace.write({"a": "two"})
-        cache = workspace.store / "cache-main"
-        data = cache.read_bytes()
-        folders, racy = marshal.loads(data[36:])
-        _, id, kind = folders[""][1]["a"]
-        folders[""][1]["a"] = shadow.key_of(os.stat(workspace.top / "a")), id, kind
-        noted = marshal.dumps((folders, racy))
-        cache.write_bytes(data[:4] + struct.pack(">I", zlib.crc32(noted)) + data[8:36] + noted)
     assert list(rows(workspace.call("diff", turn="t1"))) == ["a"]
-    assert workspace.call("undo")["changed"] == [{"path": "a", "status": "modified"}]
+    assert workspace.call("undo")["changed"] == [{"path": "a", "status": "modified", "risk": []}]
     assert (workspace.top / "a").read_text() == "one"
 
 
@@ -570,7 +593,7 @@ def test_undo_keeps_what_the_person_did_meanwhile(workspace: Workspace) -> None:
                      "fight": "person\n", "own": "o\n", "mixed/mine": "m\n"})
     times = {name: os.stat(workspace.top / name) for name in ("mine", "own", "fight")}
     answer = workspace.call("undo")
-    assert answer["left"] == [{"path": "fight", "why": "both have changed it"}]
+    assert answer["left"] == [{"path": "fight", "why": "both have changed it", "conflict": True}]
     assert (workspace.top / "both").read_text() == "".join([*text[:19], "person\n"])
     assert {name: (workspace.top / name).read_text() for name in ("mine", "fight", "own", "gone")
             } == {"mine": "b\n", "fight": "person\n", "own": "o\n", "gone": "g\n"}
@@ -591,7 +614,8 @@ def test_a_git_directory_is_undone_as_a_whole_or_not_at_all(workspace: Workspace
     assert ".git/refs/heads/" in "".join(changed) and ".git/objects" not in "".join(changed)
     workspace.git("commit", "-q", "--allow-empty", "-m", "third")  # the person
     third = {path: about for path, about in workspace.state().items() if path.startswith(b".git")}
-    assert workspace.call("undo")["left"] == [{"path": ".git", "why": "both have changed it"}]
+    assert workspace.call("undo")["left"] == [
+        {"path": ".git", "why": "both have changed it", "conflict": True}]
     assert {path: about for path, about in workspace.state().items()
             if path.startswith(b".git")} == third
     assert (workspace.top / "src" / "main.py").read_text() == "print(1)\n"
@@ -620,12 +644,13 @@ def test_undo_of_a_path(workspace: Workspace) -> None:
     with workspace.turn():
         workspace.write({"a/b": "1", "a/c": "1", "ab": "1"})
     workspace.call("undo", paths=["a/b"])
+    assert workspace.call("log")["turns"][-1]["paths"] == ["a/b"]
     assert sorted(workspace.state()) == [b".", b"a", b"a/c", b"ab"]
     workspace.call("undo", paths=["./a"])
     workspace.call("diff", paths=["nope"], fails=1)
     assert os.listdir(workspace.top) == ["ab"]
     nothing = workspace.call("undo", paths=["nope"], fails=1)
-    assert "nothing is to change at nope" in nothing["error"]
+    assert "nothing is to change at nope" in nothing["error"] and nothing["kind"] == "missing"
     for path in ("/etc", "../x", "a/../../x"):
         workspace.call("undo", paths=[path], fails=2)
 
@@ -747,6 +772,31 @@ def test_a_turn_that_was_never_ended_ends_with_the_next_snapshot(workspace: Work
     assert list(rows(workspace.call("diff", turn="killed"))) == ["a"]
 
 
+def test_a_turn_that_runs_is_seen_and_undone_so_far(workspace: Workspace) -> None:
+    workspace.call("diff", now=True, fails=1)  # and begins no store
+    workspace.call("snapshot", turn={"id": "runs"})
+    workspace.write({"first": "1"})
+    assert workspace.call("diff", turn="runs")["files"] == []
+    assert list(rows(workspace.call("diff", turn="runs", now=True))) == ["first"]
+    assert list(rows(workspace.call("diff", now=True))) == ["first"]
+    workspace.call("undo")
+    workspace.write({"second": "2"})
+    workspace.call("snapshot", end="runs")
+    workspace.write({"persons": "3"})
+    assert list(rows(workspace.call("diff", turn="runs", now=True))) == ["second"]
+    workspace.call("undo")
+    assert sorted(workspace.state()) == [b".", b"persons"]
+    assert workspace.call("undo", fails=1)["kind"] == "nothing"
+
+
+def test_a_turn_that_was_undone_at_its_end_stays_so(workspace: Workspace) -> None:
+    workspace.call("snapshot", turn={"id": "runs"})
+    workspace.write({"first": "1"})
+    workspace.call("undo")
+    workspace.call("snapshot", end="runs")
+    assert workspace.call("undo", fails=1)["kind"] == "nothing"
+
+
 def test_a_file_in_the_way_of_a_directory_is_left(workspace: Workspace) -> None:
     workspace.write({"to-file/x": "x", "to-dir": "d", "mode/x": "x"})
     with workspace.turn():
@@ -792,7 +842,7 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
     shutil.copytree(workspace.top, origin, symlinks=True)
     with workspace.turn():
         workspace.write({"src/main.py": "print(2)\n", "new/file": "n\n", ".git/config": "evil",
-                         "sub/.GIT/config": "evil", "sub/ok": "fine\n"})
+                         "sub/.GIT/config": "evil", "sub/ok": "fine\n", "Makefile": "x"})
         workspace.git("init", "-q", "nested")
         workspace.write({"nested/x": "x"})
     (origin / "README").write_text("the person's\n")
@@ -802,8 +852,10 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
     assert workspace.state(origin) == before
     answer = workspace.call("merge", tree="origin", top=origin)
     assert answer["changed"] == dry["changed"]
-    assert answer["left"] == [{"path": path, "why": "what is git's own does not leave a copy"}
-                              for path in (".git", "nested/.git", "sub/.GIT")]
+    assert answer["left"] == [
+        {"path": path, "why": "what is git's own does not leave a copy", "conflict": False}
+        for path in (".git", "nested/.git", "sub/.GIT")]
+    assert [row["path"] for row in answer["changed"] if row["risk"]] == ["Makefile"]
     after = workspace.state(origin)
     assert {path: about for path, about in after.items() if b".git" in path} == git
     assert (origin / "src/main.py").read_text() == "print(2)\n"
@@ -813,7 +865,7 @@ def test_a_copy_is_merged_without_what_is_gits(workspace: Workspace) -> None:
         workspace.write({"new/file": "n2\n"})
     (origin / "src/main.py").write_text("print(3)\n")  # after the first merge: the person's
     again = workspace.call("merge", tree="origin", top=origin)
-    assert again["changed"] == [{"path": "new/file", "status": "modified"}]
+    assert again["changed"] == [{"path": "new/file", "status": "modified", "risk": []}]
     workspace.call("undo", tree="origin", top=origin)
     workspace.call("undo", tree="origin", top=origin)
     assert (origin / "src/main.py").read_text() == "print(3)\n"
@@ -837,6 +889,97 @@ def test_what_was_not_merged_comes_with_the_next_merge(workspace: Workspace) -> 
     (origin / "fight").write_text("0")
     assert merge() == (["fight"], [])
     assert merge() == ([], [])
+
+
+def test_a_merge_that_left_something_does_not_merge_the_rest_again(workspace: Workspace) -> None:
+    workspace.write({"came": "X0", "fight": "0", "dir/left": "0", "dir/came": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"came": "X1", "fight": "1", "dir/left": "1", "dir/came": "1"})
+    (origin / "fight").write_text("person")
+    (origin / "dir/left").write_text("person")
+    (origin / "dir").chmod(0o700)
+
+    def merge(**request: Any) -> list[str]:
+        answer = workspace.call("merge", tree="origin", top=origin, **request)
+        return [row["path"] for row in answer["left"]]
+
+    assert merge() == ["dir/left", "fight"]
+    with workspace.turn():
+        workspace.write({"came": "X2", "dir/came": "2"})
+    assert merge(paths=["dir"]) == ["dir/left"]
+    assert [(origin / name).read_text() for name in ("came", "dir/came")] == ["X1", "2"]
+    assert merge() == ["dir/left", "fight"]
+    assert (origin / "came").read_text() == "X2"
+    assert (origin / "dir").stat().st_mode & 0o777 == 0o700
+    (origin / "fight").write_text("0")
+    assert merge() == ["dir/left"]
+    assert (origin / "fight").read_text() == "1"
+
+
+def test_a_merge_knows_what_came_when_it_is_forgotten_itself(workspace: Workspace) -> None:
+    workspace.write({"a": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"a": "1"})
+    assert workspace.call("merge", tree="origin", top=origin)["changed"]
+    for _ in range(4):
+        with workspace.turn():
+            (workspace.top / "b").write_bytes(os.urandom(200_000))
+    workspace.call("prune", keep=2)
+    workspace.call("prune", maxBytes=300_000)
+    (origin / "a").write_text("0")  # the person's again
+    assert [row["path"] for row in workspace.call("merge", tree="origin", top=origin)["changed"]
+            ] == ["b"]
+
+
+def test_what_was_not_kept_of_a_copys_work_is_a_conflict_until_it_is_gone(
+        workspace: Workspace) -> None:
+    workspace.write({"a": "0", ".gitignore": "build\n"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn(), (workspace.top / "large").open("wb") as file:
+        file.truncate(20 << 20)
+        workspace.write({"build/x": "x"})
+        os.mkfifo(workspace.top / "fifo")
+    for paths in ([], [], ["large"]):
+        left = workspace.call("merge", tree="origin", top=origin, paths=paths)["left"]
+        assert [row["path"] for row in left if row["conflict"]] == ["large"]
+    (workspace.top / "large").unlink()
+    workspace.call("snapshot")
+    assert workspace.call("merge", tree="origin", top=origin)["left"] == []
+
+
+def test_a_directory_of_many_files_is_no_slower_than_many_directories(workspace: Workspace) -> None:
+    """What git does with a tree must not cost the square of its entries."""
+    (workspace.top / "all").mkdir()
+    for at in range(30_000):
+        (workspace.top / "all" / f"file{at}").touch()
+    workspace.call("snapshot")  # ends within the time that call() gives
+    with workspace.turn():
+        (workspace.top / "all" / "file7").write_text("x")
+    assert [*rows(workspace.call("diff", turn="t1"))] == ["all/file7"]
+
+
+def test_a_copy_with_a_repository_of_its_own_is_merged_into_a_linked_worktree(
+        workspace: Workspace) -> None:
+    workspace.write({".git": "gitdir: /elsewhere\n", "a": "0", "sub/.git": "gitdir: /x\n"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        for name in (".git", "sub/.git"):
+            (workspace.top / name).unlink()
+            workspace.write({f"{name}/config": "[core]\n", f"{name}/HEAD": "x\n"})
+        workspace.write({"a": "1"})
+    for text in ("gitdir: /other\n", "gitdir: /elsewhere\n"):
+        (origin / ".git").write_text(text)
+        before = workspace.state(origin)
+        answer = workspace.call("merge", tree="origin", top=origin)
+        assert {row["path"] for row in answer["left"]} <= {".git", "sub/.git"}
+        assert not any(row["conflict"] for row in answer["left"])
+        assert workspace.state(origin) == before | {b"a": workspace.state()[b"a"]}
 
 
 # --- Races, kills and bounds ---
@@ -1036,18 +1179,21 @@ def test_an_ordinary_user_sees_and_restores_what_it_may(workspace: Workspace) ->
     call("snapshot", user=USER, end="t1")
     found = rows(call("diff", user=USER, turn="t1"))
     assert {*found} == {"mine/a", "secret"} and found["secret"]["seen"] == "unreadable"
-    assert call("undo", user=USER)["left"] == [{"path": "secret", "why": "it cannot be read"}]
+    assert call("undo", user=USER)["left"] == [
+        {"path": "secret", "why": "it cannot be read", "conflict": True}]
     assert (workspace.top / "mine/a").read_text() == "1"
 
 
 def test_a_wrong_request_is_refused(workspace: Workspace) -> None:
     workspace.write({"a": "1"})
-    assert "no snapshot" in workspace.call("diff", fails=1)["error"]
-    workspace.call("undo", turn=7, fails=2)
+    nothing = workspace.call("diff", fails=1)
+    assert "no snapshot" in nothing["error"] and nothing["kind"] == "nothing"
+    assert workspace.call("undo", turn=7, fails=2)["kind"] == ""
     workspace.call("undo", paths=[7], fails=2)
     workspace.call("snapshot", tree="../x", fails=2)
-    workspace.call("merge", fails=1)
-    assert "no turn" in workspace.call("snapshot", end="t9", fails=1)["error"]
+    assert workspace.call("merge", fails=1)["kind"] == "nothing"
+    missing = workspace.call("snapshot", end="t9", fails=1)
+    assert "no turn" in missing["error"] and missing["kind"] == "missing"
     with workspace.turn():
         pass
     assert "already" in workspace.call("snapshot", turn={"id": "t1"}, fails=1)["error"]

@@ -2,6 +2,7 @@
 
 import base64
 import concurrent.futures
+import fcntl
 import http.client
 import json
 import os
@@ -20,7 +21,10 @@ from urllib.parse import urlencode
 import pytest
 from conftest import ROOT, USER, Engine, write_config
 from service import PASSWORD, Service, free_port, wait_for
+from test_agents import IMAGE as REAL_IMAGE
 from test_engines import SilentEngine
+
+import sandbox
 
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
 
@@ -563,6 +567,17 @@ WRONG_BODIES: list[tuple[str, str, Any]] = [
     ("POST", "/api/sessions/{name}/command", {"command": ["ls"]}),
     ("POST", "/api/sessions/{name}/command", {"command": "ls", "cwd": "/"}),
     ("POST", "/api/sessions/{name}/prompt", {"prompt": ""}),
+    ("POST", "/api/sessions/{name}/changes/undo", []),
+    ("POST", "/api/sessions/{name}/changes/undo", {"turn": 5}),
+    ("POST", "/api/sessions/{name}/changes/undo", {"only": "yes"}),
+    ("POST", "/api/sessions/{name}/changes/undo", {"discard": True}),
+    ("POST", "/api/sessions/{name}/changes/redo", {"paths": "a"}),
+    ("POST", "/api/sessions/{name}/changes/redo", {"paths": [5]}),
+    ("POST", "/api/sessions/{name}/changes/redo", {"paths": [""]}),
+    ("POST", "/api/sessions/{name}/changes/redo", {"paths": ["a\0b"]}),
+    ("POST", "/api/sessions/{name}/changes/redo", {"paths": ['"a']}),
+    ("POST", "/api/sessions/{name}/changes/merge", {"paths": ["a"]}),
+    ("POST", "/api/sessions/{name}/changes/merge", {"dry": "yes"}),
     ("PUT", "/api/sessions/{name}/settings", []),
     ("PUT", "/api/sessions/{name}/settings", {"env": {"": "x"}}),
     ("PUT", "/api/sessions/{name}/settings", "text"),
@@ -576,7 +591,9 @@ def test_wrong_bodies_and_paths_are_4xx_with_a_message(service: Service, engine:
     for method, path, body in WRONG_BODIES:
         reply = service.post(path.format(name=name), body, method)
         assert reply.status == 400 and reply.json["error"]["message"], (path, body, reply.body)
-    for path in ("jobs?limit=0", "jobs?limit=x", "jobs?limit=5&limit=6", "terminal"):
+    for path in ("jobs?limit=0", "jobs?limit=x", "jobs?limit=5&limit=6", "terminal",
+                 "changes?again=2", "changes/diff?patch=yes", "changes/diff?path=",
+                 "changes/diff?path=%22a", "changes/diff?path=/x", "changes/diff?path=a/../../x"):
         assert service.get(f"/api/sessions/{name}/{path}").status == 400, path
     for path in ("jobs/nope", "jobs/nope/events", "jobs/x.y", "nothing", "jobs/nope/output",
                  "terminals/nope/x"):
@@ -587,6 +604,86 @@ def test_wrong_bodies_and_paths_are_4xx_with_a_message(service: Service, engine:
     reply = service.request("PATCH", f"/api/sessions/{name}")
     assert reply.status == 405 and reply.headers["Allow"] == "DELETE, GET, HEAD"
     assert service.request("DELETE", f"/api/sessions/{name}").status == 200
+
+
+def test_changes_are_read_undone_and_refused(engine: Engine, home: Path, project: Path,
+                                             name: str) -> None:
+    write_config(home, imageName=REAL_IMAGE.partition(":")[0], checkpoint=True)
+    service = Service(engine)
+    service.create(name, agentPromptCommand="sh -c {prompt}")
+    base = f"/api/sessions/{name}/changes"
+    nobody = base.replace(name, f"{name}-x")
+    for path in (nobody, f"{nobody}/diff"):
+        assert service.get(path).status == 404
+    for verb in ("undo", "redo", "merge"):
+        assert service.post(f"{nobody}/{verb}").status == 404
+        assert service.post(f"{base}/{verb}").status == 409, verb
+    assert service.get(base).json["turns"] == []
+    assert service.get(f"{base}/diff").status == 409
+    odd = b"by\xfftes \"\n".decode(errors="surrogateescape")
+    (project / odd).write_text("before\n")
+    script = 'for file in by*; do echo after >"$file"; done; echo >new'
+    job = service.ended(service.post(f"/api/sessions/{name}/prompt", {"prompt": script}).json)
+    first, again = service.get(base).json, service.get(base).json
+    assert [turn["id"] for turn in first["turns"]] == [job["id"]] and first == again
+    assert service.get(f"{base}?again=1").json["read"] > first["read"]
+    files = service.get(f"{base}/diff?turn={job['id']}&patch=1").json["files"]
+    assert [file["path"] for file in files] == [odd, "new"]
+    quoted = json.dumps(odd)
+    for path in ("new", '"new"', quoted):
+        query = urlencode({"turn": job["id"], "path": path})
+        (file,) = service.get(f"{base}/diff?{query}").json["files"]
+        assert file["path"] in (path, odd, "new") and "patch" not in file
+    for query in ("turn=nope", f"turn={job['id']}&path=nope", "path=nope"):
+        reply = service.get(f"{base}/diff?{query}")
+        assert reply.status == 404 and reply.json["error"]["message"], query
+    assert service.post(f"{base}/undo", {"turn": "nope"}).status == 404
+    assert service.post(f"{base}/undo", {"paths": ["nope"]}).status == 404
+    assert service.post(f"{base}/merge").status == 409
+    dry = service.post(f"{base}/undo", {"turn": job["id"], "dry": True}).json
+    assert dry["dry"] and [row["path"] for row in dry["changed"]] == [odd, "new"]
+    assert (project / odd).read_text() == "after\n"
+    done = service.post(f"{base}/undo", {"turn": job["id"], "only": True, "paths": [quoted]}).json
+    assert [row["path"] for row in done["changed"]] == [odd] and not done["dry"]
+    assert (project / odd).read_text() == "before\n" and (project / "new").exists()
+    assert service.post(f"{base}/redo").json["changed"] == done["changed"]
+    assert (project / odd).read_text() == "after\n"
+    undo, redo = service.get(base).json["turns"][1:]  # at once, for something was undone
+    assert (undo["kind"], undo["paths"], redo["kind"]) == ("undo", [odd], "redo")
+
+
+@contextmanager
+def locked_store(engine: Engine, name: str) -> Iterator[None]:
+    """The store of a session's snapshots in use, as by a snapshot that takes long."""
+    _, session = sandbox.find_session([sandbox.Docker()], name)
+    assert session
+    top = engine.run("volume", "inspect", "-f", "{{.Mountpoint}}", session.store).stdout.strip()
+    with open(f"{top}/lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_one_undo_at_a_time_and_a_slow_one_holds_nobody_up(engine: Engine, home: Path,
+                                                            project: Path, name: str) -> None:
+    write_config(home, imageName=REAL_IMAGE.partition(":")[0], checkpoint=True)
+    service = Service(engine)
+    service.create(name, agentPromptCommand="sh -c {prompt}")
+    service.ended(service.post(f"/api/sessions/{name}/prompt", {"prompt": "echo a >a"}).json)
+    undo = f"/api/sessions/{name}/changes/undo"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with locked_store(engine, name):
+            tries = [pool.submit(service.post, undo) for _ in range(20)]
+            refused = wait_for(lambda: len(done := [a for a in tries if a.done()]) == 19 and done)
+            assert {answer.result().status for answer in refused} == {409}
+            slow = [pool.submit(service.get, f"/api/sessions/{name}/changes?again=1")
+                    for _ in range(5)]
+            assert service.get("/api/sessions").status == 200
+            assert service.get(f"/api/sessions/{name}/jobs").status == 200
+            assert not any(answer.done() for answer in slow)
+        (first,) = [answer.result() for answer in tries if answer not in refused]
+        assert first.status == 200 and not (project / "a").exists()
+        assert len({answer.result().body for answer in slow}) == 1  # one has read for all
+    assert service.post(undo).status == 409  # there is nothing more
 
 
 def test_directories_of_the_host_are_named(engine: Engine) -> None:

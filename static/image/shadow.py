@@ -4,18 +4,22 @@
 
     snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
               only looks. All take "keep" and "maxBytes", and "agents", names that are risky below
-    log       {}: the turns, undos, redos and merges that are kept
-    diff      {"turn": ID, "paths": […], "patch": true}; without a turn since the first snapshot
+    log       {}: the turns, undos, redos and merges that are kept, with "paths" ([""]: all)
+    diff      {"turn": ID, "paths": […], "patch": true, "now": true}; without a turn since the first
+              snapshot; now: up to a new one, unless it is of a turn that has ended
     undo      {"turn": ID, "only": true, "paths": […], "dry": true, "discard": true}: the last turn
               that is not undone, or all since this one, or only this one; discard: what was never
               kept may go, too
     redo      {"turn": ID, "paths": […], "dry": true}: undo the last undo, or the one of this turn
     merge     {"tree": "origin", "paths": […], "dry": true}: bring the work of the tree "main" into
               WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too)
+              All three answer {"dry", "turns", "changed": [{"path", "status", "risk"}],
+              "left": [{"path", "why", "conflict"}]}; "conflict" is false where it never could go
     prune     {"keep": TURNS, "maxBytes": BYTES}
 
-stdout has one JSON object; a failure is {"error", "hint"}. Paths are relative to WORKSPACE; bytes
-that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or
+stdout has one JSON object; a failure is {"error", "hint", "kind"}: "missing" where there is no such
+turn or change, "nothing" where there is nothing to do, or "". Paths are relative to WORKSPACE;
+bytes that are not UTF-8 are lone surrogates, as in Python. Nothing of the workspace is executed or
 obeyed: only this program reads and writes it, and git sees nothing but objects, whose names all
 begin with a mark of ours, so that it knows none of them:
   =NAME    a file, link or directory      :m=NAME  its mode, where it is not 0644 or 0755
@@ -30,31 +34,33 @@ Exit codes: 0; 1 failed; 2 usage.
 import codecs
 import contextlib
 import fcntl
+import functools
 import gc
-import hashlib
 import json
 import marshal
 import os
 import re
-import secrets
-import shutil
 import stat
-import struct
-import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
+    import subprocess
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
 LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
+SHARED = 500  # directories from which on a second process helps
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
-ASKED_BYTES = 32 * 1024  # less than a pipe holds, or git and we wait for each other
 FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
 KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
+MARKS = "=", ":m=", ":s="
+PIPE, DEVNULL = -1, -3  # subprocess's
+S_IFMT = 0o170000
 PACKED = {b"tree": 2, b"blob": 3}
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CONFIG = """\
@@ -121,9 +127,6 @@ RISKS = (
     (r"[^/]*\.(?:desktop|lnk|scpt|command|reg)|autorun\.inf|desktop\.ini",
      "a desktop may execute it"),
 )
-# The shortest way to one of them counts: what lies in a .git is git's, whatever its name.
-RISK = re.compile(f"(?:.*?/)??(?:{'|'.join(f'({pattern})' for pattern, _ in RISKS)})",
-                  re.IGNORECASE | re.DOTALL)
 # Of these only what installing and building run counts, not the order of dependencies.
 RUNS = {"package.json": ("scripts", "bin", "husky", "lint-staged", "simple-git-hooks", "gypfile",
                          "packageManager", "workspaces"),
@@ -135,16 +138,21 @@ NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory
             "objects": "a repository's objects are not kept", "full": "the store was full",
             "unreadable": "it cannot be read", "deep": "it lies too deep"}
 
-Key = tuple[int, int, int, int, int]  # mode, size, mtime, ctime (ns) and inode
-Seen = tuple[Any, bytes, str]  # key, object and kind
+WORK = "large", "full", "unreadable", "deep"  # what somebody may miss
+
+Row = tuple[Any, ...]  # name, mode, size, mtime, ctime (ns) and inode
+# Of a directory: its rows as marshal has them, its directories (what is said of one that was not
+# entered, or ""), its mode and its tree. Bytes are compared at once, and loaded where they differ.
+Folder = tuple[bytes, dict[str, str], int, bytes]
+NO_FOLDER: Folder = marshal.dumps([], 2), {}, -1, b""
 
 
 class Failure(Exception):
     """What ends the request, and what one can do about it."""
 
-    def __init__(self, message: str, hint: str = "", code: int = 1) -> None:
+    def __init__(self, message: str, hint: str, kind: str = "", code: int = 1) -> None:
         super().__init__(message)
-        self.hint, self.code = hint, code
+        self.hint, self.kind, self.code = hint, kind, code
 
 
 class Entry(NamedTuple):
@@ -153,8 +161,8 @@ class Entry(NamedTuple):
     id: str  # of a note: of its text
 
 
-def key_of(st: os.stat_result) -> Key:
-    return st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino
+def row_of(name: str, st: os.stat_result) -> Row:
+    return name, st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino
 
 
 def printable(text: str) -> str:
@@ -197,11 +205,17 @@ def write(path: str, data: bytes, sync: bool = True) -> None:
     os.rename(f"{path}.tmp", path)
 
 
+def clear(folder: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder)
+
+
 class Store:
     def __init__(self, folder: str) -> None:
         """Take the lock, and clear away what a killed run has left."""
         self.folder, self.packs = folder, os.path.join(folder, "git/objects/pack")
-        for name in ("git/objects/pack", "git/refs", "git/info", "rules", "tmp"):
+        for name in ("git/objects/pack", "git/refs", "git/info", "rules"):
             os.makedirs(os.path.join(folder, name), mode=0o700, exist_ok=True)
         self.lock = open(os.path.join(folder, "lock"), "w")  # noqa: SIM115 - until the end
         fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -217,9 +231,8 @@ class Store:
         for name, size in self.state["packs"].items():
             if found.get(name) != size:
                 raise damaged(f"{name} is not what was written")
-        self.scratch = self.at("tmp/objects")
-        shutil.rmtree(self.at("tmp"))
-        os.makedirs(self.scratch)
+        if os.path.exists(self.at("tmp")):
+            clear(self.at("tmp"))
         self.reader: subprocess.Popen[bytes] | None = None
         self.notes: dict[str, bytes] = {}
 
@@ -230,37 +243,39 @@ class Store:
         return {entry.name: entry.stat().st_size for entry in os.scandir(self.packs)}
 
     def save(self) -> None:
-        self.state["packs"] = self.pack_sizes()
         write(self.at("state.json"), json.dumps(self.state).encode())
 
     # git: what it writes goes to a directory that ends with the request
 
-    def argv(self, *words: str) -> dict[str, Any]:
+    def start(self, *words: str, **more: Any) -> "subprocess.Popen[bytes]":
+        import subprocess
+
+        os.makedirs(self.at("tmp/objects"), exist_ok=True)
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self.at("git"), "LC_ALL": "C",
                "GIT_DIR": self.at("git"), "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1",
                "GIT_CONFIG_GLOBAL": os.devnull, "GIT_NO_REPLACE_OBJECTS": "1",
-               "GIT_OBJECT_DIRECTORY": self.scratch,
+               "GIT_OBJECT_DIRECTORY": self.at("tmp/objects"),
                "GIT_ALTERNATE_OBJECT_DIRECTORIES": self.at("git/objects")}
-        return {"args": ("git", *words), "env": env, "cwd": self.folder}
+        return subprocess.Popen(("git", *words), env=env, stdin=PIPE, stdout=PIPE,
+                                **{"cwd": self.folder, "stderr": PIPE, **more})
 
     def git(self, *words: str, given: bytes = b"", fine: Sequence[int] = (0,)) -> bytes:
-        done = subprocess.run(**self.argv(*words), input=given, capture_output=True)
-        if done.returncode not in fine:
-            raise damaged(f"git {words[0]}: {done.stderr.decode(errors='replace').strip()[:500]}")
-        output: bytes = done.stdout
+        process = self.start(*words)
+        output, error = process.communicate(given)
+        if process.returncode not in fine:
+            raise damaged(f"git {words[0]}: {error.decode(errors='replace').strip()[:500]}")
         return output
 
     def ask(self, word: str, id: str) -> tuple[int, IO[bytes]]:
         if not self.reader:
-            self.reader = subprocess.Popen(**self.argv("cat-file", "--batch-command"),
-                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                           stderr=subprocess.DEVNULL)
+            self.reader = self.start("cat-file", "--batch-command", stderr=DEVNULL)
         assert self.reader.stdin and self.reader.stdout
-        self.reader.stdin.write(f"{word} {id}\n".encode())
-        self.reader.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self.reader.stdin.write(f"{word} {id}\n".encode())
+            self.reader.stdin.flush()
         head = self.reader.stdout.readline().split()
         if len(head) != 3:
-            raise damaged(f"an object is missing: {id[:12]}")
+            raise damaged(f"object {id[:12]} is missing")
         return int(head[2]), self.reader.stdout
 
     def size(self, id: str) -> int:
@@ -268,7 +283,10 @@ class Store:
 
     def get(self, id: str) -> bytes:
         size, stream = self.ask("contents", id)
-        return stream.read(size + 1)[:-1]
+        data = stream.read(size + 1)
+        if len(data) <= size:
+            raise damaged(f"object {id[:12]} cannot be read")
+        return data[:-1]
 
     def note(self, id: str) -> bytes:
         if id not in self.notes:
@@ -277,23 +295,27 @@ class Store:
 
     # Trees
 
-    def entries(self, tree: str) -> dict[str, Entry]:
-        """What a directory has, and itself as the entry with the empty name."""
-        data, at = self.get(tree), 0
-        found, modes = dict[str, Entry](), dict[str, int]()
+    def raw(self, tree: str) -> dict[bytes, tuple[bytes, bytes]]:
+        """The mode and the object of each name that a directory has."""
+        data, at, found = self.get(tree) if tree else b"", 0, dict[bytes, tuple[bytes, bytes]]()
         while at < len(data):
             end = data.index(0, at)
             mode, name = data[at:end].split(b" ", 1)
-            id, at = data[end + 1 : end + 33].hex(), end + 33
+            found[name], at = (mode, data[end + 1 : end + 33]), end + 33
+        return found
+
+    def entries(self, tree: str) -> dict[str, Entry]:
+        """What a directory has, and itself as the entry with the empty name."""
+        found, modes = dict[str, Entry](), dict[str, int]()
+        for name, (mode, id) in self.raw(tree).items():
             mark, _, rest = os.fsdecode(name).partition("=")
             if mark == ":m":
-                modes[rest] = mode_of(self.note(id))
+                modes[rest] = mode_of(self.note(id.hex()))
             elif mark == ":dir":
-                modes[""] = mode_of(self.note(id))
-                found[""] = Entry(DIR, modes[""], "")
+                found[""] = Entry(DIR, mode_of(self.note(id.hex())), "")
             else:
                 kind = NOTE if mark else KINDS[mode]
-                found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id)
+                found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id.hex())
         return {name: entry._replace(mode=modes.get(name, entry.mode)) if entry.kind == FILE
                 else entry for name, entry in found.items()}
 
@@ -335,7 +357,40 @@ class Store:
         return tree.decode(), {whole_git(in_workspace(marked.sub("", os.fsdecode(name))))
                                for name in names}
 
+    def graft(self, tree: str, source: str, paths: Iterable[str], whole: bool) -> str:
+        """The tree with what another one has at these paths, with all that is in a directory."""
+        pack = Pack(self)
+
+        def grafted(tree: bytes, source: bytes, paths: Iterable[str]) -> bytes:
+            here, there = self.raw(tree.hex()), self.raw(source.hex())
+            inner = dict[str, list[str]]()
+            for path in paths:
+                inner.setdefault(path.partition("/")[0], []).append(path.partition("/")[2])
+            for first, rests in inner.items():
+                folder = os.fsencode(f"={first}")
+                old, new = (side[folder][1] if side.get(folder, b" ")[0] == b"40000" else b""
+                            for side in (here, there))
+                if first and ((old or new) and all(rests)
+                              or old and new and not whole and first != ".git"):
+                    here[folder] = b"40000", grafted(old, new, rests)
+                    continue
+                for name in names(first) if first else [b":dir"]:
+                    here.pop(name, None)
+                    if name in there:
+                        here[name] = there[name]
+            return pack.put_tree(here)
+
+        grown = grafted(bytes.fromhex(tree), bytes.fromhex(source), paths).hex()
+        pack.finish()
+        return grown
+
     # Bounds
+
+    def merged(self, events: list[dict[str, Any]]) -> dict[str, str]:
+        """What has come into each tree by the merges up to these, which are forgotten."""
+        came = {event["tree"]: event["theirs"] for event in events
+                if event["kind"] == "merge" and not event.get("undone")}
+        return {**self.state.get("base", {}), **came}
 
     def prune(self, keep: int, most: int) -> int:
         """Forget the oldest until the rest fits; returns how many."""
@@ -343,13 +398,15 @@ class Store:
         dropped = max(0, len(events) - max(1, keep))
         if size <= most and len(self.state["packs"]) <= 2 * PACKS:
             if dropped:
+                self.state["base"] = self.merged(events[:dropped])
                 del events[:dropped]
                 self.save()
             return dropped
         while True:
             roots = {tree for event in events[dropped:] for tree in (event["before"],
                      event["after"], event.get("theirs")) if tree}
-            roots |= {*self.state["last"].values(), *self.state["first"].values()}
+            bases = self.merged(events[:dropped])
+            roots |= {*self.state["last"].values(), *self.state["first"].values(), *bases.values()}
             listed = "".join(f"{tree}\n" for tree in sorted(roots)).encode()
             used = int(self.git("rev-list", "--objects", "--disk-usage", "--stdin", given=listed))
             if used <= most or dropped >= len(events) - 1:
@@ -360,6 +417,7 @@ class Store:
             return 0
         self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
                  os.path.join(self.packs, "pack"), given=listed)
+        self.state["base"] = bases
         del events[:dropped]
         new = self.pack_sizes()
         self.state["packs"] = {name: size for name, size in new.items() if name not in old} or new
@@ -384,27 +442,36 @@ def in_workspace(name: str) -> str:
     return "/".join(re.sub("^(?::[ms])?=", "", part) for part in name.split("/"))
 
 
+def marked(path: str, mark: str = "=") -> str:
+    *folders, name = path.split("/")
+    return "/".join((*(f"={part}" for part in folders), mark + name))
+
+
+def names(name: str) -> list[bytes]:
+    return [os.fsencode(mark + name) for mark in MARKS]
+
+
 class Pack:
     """Objects on their way into the store; its format is gitformat-pack(5), version 2.
 
     git sees them when finish() has made the index; a pack that state.json does not name is removed.
+    git fast-import takes twice as long, and the square of the entries of a directory.
     """
 
-    def __init__(self, store: Store, known: Callable[[], set[bytes]], most: int) -> None:
-        self.store, self.find_known, self.most = store, known, most
-        self.known: set[bytes] | None = None
+    def __init__(self, store: Store) -> None:
+        self.store, self.known = store, set[bytes]()
         self.count, self.size = 0, 12
 
     def put(self, kind: bytes, data: bytes) -> bytes:
+        import hashlib
+
         digest = hashlib.sha256(b"%s %d\0" % (kind, len(data)))
         digest.update(data)
         name = digest.digest()
-        if self.known is None:
-            self.known = self.find_known()
         if name in self.known:
             return name
         if not self.count:
-            self.stem = os.path.join(self.store.packs, f"pack-{secrets.token_hex(16)}")
+            self.stem = os.path.join(self.store.packs, f"pack-{os.urandom(16).hex()}")
             self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
             self.file.write(bytes(12))
         self.known.add(name)
@@ -417,80 +484,72 @@ class Pack:
         self.size += self.file.write(bytes(head) + zlib.compress(data, 1))
         return name
 
+    def put_tree(self, entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
+        rows = sorted((name + b"/" if mode == b"40000" else name, mode, id)
+                      for name, (mode, id) in entries.items())
+        return self.put(b"tree", b"".join(
+            b"%s %s\0%s" % (mode, name.rstrip(b"/"), id) for name, mode, id in rows))
+
     def finish(self) -> None:
-        if self.count:
-            with self.file as file:
-                file.seek(0)
-                file.write(b"PACK" + struct.pack(">II", 2, self.count))
-                file.seek(0)
-                file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            self.store.git("index-pack", "-o", f"{self.stem}.idx", f"{self.stem}.pack")
+        if not self.count:
+            return
+        import hashlib
+
+        with self.file as file:
+            file.seek(0)
+            file.write(b"PACK" + (2).to_bytes(4) + self.count.to_bytes(4))
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        self.store.git("index-pack", "-o", f"{self.stem}.idx", f"{self.stem}.pack")
+        for path in (f"{self.stem}.pack", f"{self.stem}.idx"):
+            self.store.state["packs"][os.path.basename(path)] = os.stat(path).st_size
 
 
 class Rules:
     """The ignore rules of the first snapshot, read by git in a directory of nothing else."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.folder = store, os.fsencode(store.at("rules"))
+        self.store, self.folder = store, store.at("rules")
         self.frozen = bool(store.state["first"])
         self.process: subprocess.Popen[bytes] | None = None
         if not self.frozen:
-            shutil.rmtree(self.folder)
-            os.makedirs(self.folder)
+            clear(self.folder)
+            os.makedirs(f"{self.folder}/.git")  # so that it is never empty
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(store.at("git/info/exclude"))
 
     def freeze(self, path: str, data: bytes) -> None:
-        if path == "exclude":
-            return write(self.store.at("git/info/exclude"), data)
-        target = os.path.join(self.folder, os.fsencode(path))
+        target = f"{self.folder}/{path}" if path != "exclude" else self.store.at("git/info/exclude")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(target, "wb") as file:
             file.write(data)
 
-    def ignored(self, path: str, folders: list[str], files: list[str]) -> set[str]:
-        """Which of a directory's folders and files are. That a folder is one, git must see."""
-        names = [os.fsencode(name) for name in folders + files]
-        here = os.path.join(self.folder, os.fsencode(path))
-        for name in names[: len(folders)]:
-            with contextlib.suppress(OSError):  # a file of rules may have the name of a folder
-                os.makedirs(os.path.join(here, name))
-        found, asked, size = set[bytes](), list[bytes](), 0
-        for name in names:
-            asked.append(os.path.join(b".", os.fsencode(path), name))  # not :(magic)
-            size += len(asked[-1]) + 1
-            if size > ASKED_BYTES or name is names[-1]:
-                found |= self.ask(asked)
-                asked, size = [], 0
-        for name in names[: len(folders)]:
-            with contextlib.suppress(OSError):  # it has rules
-                os.rmdir(os.path.join(here, name))
-        with contextlib.suppress(OSError):
-            while len(here) > len(self.folder) + 1:
-                os.rmdir(here)
-                here = os.path.dirname(here)
-        return {os.fsdecode(os.path.basename(name)) for name in found}
-
-    def ask(self, paths: list[bytes]) -> set[bytes]:
+    def ignored(self, path: str, folder: bool) -> bool:
+        """That a folder is one, git must see; a file of rules may have its name."""
+        here = f"{self.folder}/{path}"
+        if folder:
+            with contextlib.suppress(OSError):
+                os.makedirs(here)
         if not self.process:
-            words = (f"--work-tree={os.fsdecode(self.folder)}", "check-ignore", "--no-index", "-z",
-                     "-v", "-n", "--stdin")
-            self.process = subprocess.Popen(**self.store.argv(*words) | {"cwd": self.folder},
-                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.process = self.store.start(
+                f"--work-tree={self.folder}", "check-ignore", "-vnz", "--no-index", "--stdin",
+                cwd=self.folder, stderr=DEVNULL)
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(b"".join(path + b"\0" for path in paths))
+        self.process.stdin.write(b"./%s\0" % os.fsencode(path))  # not :(magic)
         self.process.stdin.flush()
         answer = b""
-        while answer.count(b"\0") < 4 * len(paths):
+        while answer.count(b"\0") < 4:  # file of rules, line, pattern, path
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             if not data:
                 raise damaged("git check-ignore has ended")
             answer += data
-        parts = answer.split(b"\0")  # for each: file of rules, line, pattern, path
-        return {parts[at + 3] for at in range(0, 4 * len(paths), 4)
-                if parts[at] and not parts[at + 2].startswith(b"!")}
+        if folder:
+            with contextlib.suppress(OSError):
+                os.removedirs(here)
+        rules, _, pattern, *_ = answer.split(b"\0")
+        return bool(rules) and not pattern.startswith(b"!")
 
 
 # --- The walk ---
@@ -511,116 +570,169 @@ def opened(root: int, path: str) -> Iterator[int]:
 
 
 class Walk:
-    """What a workspace holds now; `tree` is it in the store, once commit() has been called.
-
-    `folders` has the tree, the entries and the mode of each directory by its path.
-    """
+    """What a workspace holds now, in `folders` by path, and in `tree` once commit() was called."""
 
     def __init__(self, store: Store, workspace: str, label: str, most: int) -> None:
-        self.store, self.label = store, label
-        self.cache: dict[str, tuple[bytes, dict[str, Seen], int]] = self.read_cache()
-        self.pack = Pack(store, self.known, most)
+        self.store, self.label, self.most = store, label, most
+        self.cache = self.read_cache()
+        self.pack, self.looks = Pack(store), False
+        self.edits: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
         self.rules = Rules(store)
-        self.folders: dict[str, tuple[bytes, dict[str, Seen], int]] = {}
-        self.racy, self.leftovers = list[tuple[str, str]](), list[tuple[str, str]]()
-        self.temporary = store.state.get("temporary") or "\0"
+        self.folders: dict[str, Folder] = {}
+        self.loaded: dict[str, dict[str, Row]] = {}
+        self.racy, self.leftovers = dict[str, set[str]](), list[tuple[str, str]]()
+        self.temporary: str = store.state.get("temporary", "")
         self.settled = time.time_ns() - RACY_NS
         try:
             self.root = os.open(workspace, FLAGS | os.O_DIRECTORY)
         except OSError as error:
             raise Failure(f"{printable(workspace)}: {error.strerror}",
                           "Is it still there?") from None
-        self.tree = self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False).hex()
+        self.shared = self.share() if len(self.cache) > SHARED and not self.temporary else {}
+        self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False)
 
-    def read_cache(self) -> dict[str, tuple[bytes, dict[str, Seen], int]]:
+    def share(self) -> dict[str, list[str]]:
+        """Let a child compare half of the directories with the cache, while we walk the rest.
+
+        Returns its directories, each with those below, which stand before it in the cache.
+        """
+        half = [*self.cache][: len(self.cache) // 2]
+        inside, shared, below = {*half}, dict[str, list[str]](), list[str]()
+        for path in half:
+            below.append(path)
+            if path.rpartition("/")[0] not in inside:
+                shared[path], below = below, []
+        self.answers, answer = os.pipe()
+        if not os.fork():
+            try:
+                self.looks, self.shared, same = True, {}, list[str]()
+                for path in shared:
+                    parts = path.split("/")
+                    with contextlib.suppress(Exception), opened(self.root, path) as fd:
+                        self.folder(fd, path, os.fstat(fd).st_mode, len(parts), ".git" in parts)
+                        same.append(path)
+                with open(answer, "wb") as file:
+                    file.write(os.fsencode("\0".join(same)))
+            finally:
+                os._exit(0)
+        os.close(answer)
+        return shared
+
+    @functools.cached_property
+    def same(self) -> set[str]:
+        """Where the child has found nothing new; elsewhere we must look ourselves."""
+        with open(self.answers, "rb") as file:
+            found = {*os.fsdecode(file.read()).split("\0")}
+        os.wait()
+        return found
+
+    def read_cache(self) -> dict[str, Folder]:
         """Empty where there is none, where it is not of the last snapshot, or damaged."""
         try:
             with open(self.store.at(f"cache-{self.label}"), "rb") as file:
-                data = file.read()
+                mark, data = file.readline(), file.read()
         except FileNotFoundError:
             return {}
-        if data[:36] != self.mark(data[36:]):
-            return {}
-        folders, racy = marshal.loads(data[36:])
-        for path, name in racy:
-            _, id, kind = folders[path][1][name]
-            folders[path][1][name] = None, id, kind
-        return folders  # type: ignore[no-any-return]
+        return marshal.loads(data) if mark == self.mark(data) else {}
+
+    # What has changed in a directory, as changes of its tree
+
+    def edit(self, path: str) -> dict[bytes, tuple[bytes, bytes]]:
+        if self.looks:
+            raise Failure(f"{path} has changed", "")
+        if path not in self.edits:
+            tree = self.cache[path][3] if path in self.cache else b""
+            self.edits[path] = self.store.raw(tree.hex()) if tree else {}
+            self.pack.known |= {tree, *(id for _, id in self.edits[path].values())}
+        return self.edits[path]
+
+    def put(self, folder: str, name: str, data: bytes, mode: bytes = b"100644") -> None:
+        self.edit(folder)[os.fsencode(name)] = mode, self.pack.put(b"blob", data)
+
+    def drop(self, folder: str, name: str) -> None:
+        for stored in names(name):
+            self.edit(folder).pop(stored, None)
 
     def mark(self, data: bytes) -> bytes:
         """What a cache begins with: the interpreter it is for, a check, the tree it is of."""
-        tree = self.store.state["last"].get(self.label, "")
-        return struct.pack(">II28s", sys.hexversion, zlib.crc32(data), tree.encode())
-
-    def known(self) -> set[bytes]:
-        return ({seen[1] for _, entries, _ in self.cache.values() for seen in entries.values()}
-                | {tree for tree, _, _ in self.cache.values()})
+        tree = self.store.state["last"].get(self.label)
+        return b"%x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
     def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> bytes:
-        tree, old, old_mode = self.cache.get(path, (b"", {}, 0))
-        now, fresh, folders = dict[str, Seen](), list[tuple[str, Key]](), list[tuple[str, int]]()
+        rows, folders = list[Row](), dict[str, int]()
         with os.scandir(fd) as found:
             for entry in found:
-                name = entry.name
                 try:
                     st = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
                 except OSError:
-                    now[name] = None, self.note("unreadable"), NOTE
+                    rows.append((entry.name,))
                     continue
-                if stat.S_ISDIR(st.st_mode):
-                    folders.append((name, st.st_mode))
-                    continue
-                key = (st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino)
-                seen = old.get(name)
-                if seen and seen[0] == key:
-                    now[name] = seen
-                elif name.startswith(self.temporary):
-                    self.leftovers.append((path, name))
-                elif not (git and name.endswith(".lock")):
-                    fresh.append((name, key))
-        prefix = f"{path}/" if path else ""
+                if st.st_mode & S_IFMT == stat.S_IFDIR:
+                    folders[entry.name] = st.st_mode
+                else:  # as row_of has it
+                    rows.append((entry.name, st.st_mode, st.st_size, st.st_mtime_ns,
+                                 st.st_ctime_ns, st.st_ino))
+        seen, old, old_mode, tree = self.cache.get(path, NO_FOLDER)
+        prefix, now = f"{path}/" if path else "", marshal.dumps(rows, 2)
         if not (git or self.rules.frozen):
             self.freeze(fd, prefix)
-        objects = git and not {"refs", "logs"} & {*path.split("/")}
-        new = [name for name, _ in folders if name != ".git"
-               and (name not in old or old[name][2] not in (DIR, IGNORED))]
-        large = [name for name, key in fresh if IGNORED_BYTES < key[1] <= WHOLE_BYTES]
-        ignored = set() if git or not (new or large) else self.rules.ignored(path, new, large)
-        for name, key in fresh:
-            if found_now := self.file(fd, name, key, name in ignored):
-                now[name], settled = found_now
-                if not settled:
-                    self.racy.append((path, name))
-        for name, folder_mode in folders:
-            inside = git or name == ".git"
-            if objects and name == "objects":
-                now[name] = None, self.note("objects"), NOTE
-            elif not inside and (name in ignored or (name in old and old[name][2] == IGNORED)):
-                now[name] = None, self.note("ignored", *self.count(fd, name)), IGNORED
-            elif depth >= DEPTH or len(prefix + name) > PATH_CHARACTERS:
-                now[name] = None, self.note("deep"), NOTE
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    now[name] = self.child(fd, prefix + name, name, folder_mode, depth, inside)
+        if now != seen or old.keys() - folders.keys():
+            before = {row[0]: row for row in marshal.loads(seen)}
+            for name in before.keys() - {row[0] for row in rows} | old.keys() - folders.keys():
+                self.drop(path, name)
+            rows = [kept for row in rows if (kept := row if before.get(row[0]) == row else
+                                             self.file(fd, path, row, row[0] in before, git))]
+            now = marshal.dumps(rows, 2)
+        inner = dict[str, str]()
+        for name, folder_mode in sorted(folders.items(),
+                                        key=lambda item: prefix + item[0] in self.shared):
+            what = self.enter(fd, path, name, folder_mode, depth, git, old.get(name))
+            if what is not None:
+                inner[name] = what
         mode = stat.S_IMODE(mode)
-        if now != old or mode != old_mode:
-            tree = self.put_tree(now, mode)
-        self.folders[path] = tree, now, mode
+        if mode != old_mode:
+            self.put(path, ":dir", b"%o" % mode)
+        if path in self.edits:
+            tree = self.pack.put_tree(self.edits.pop(path))
+        self.folders[path] = now, inner, mode, tree
         return tree
 
-    def child(self, fd: int, path: str, name: str, mode: int, depth: int, git: bool) -> Seen:
-        try:
-            inner = os.open(name, FLAGS | os.O_DIRECTORY, dir_fd=fd)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            return None, self.note("unreadable"), NOTE
-        try:
-            return None, self.folder(inner, path, mode, depth + 1, git), DIR
-        finally:
-            os.close(inner)
+    def enter(self, fd: int, folder: str, name: str, mode: int, depth: int, git: bool,
+              old: str | None) -> str | None:
+        """What is said of a directory that is not entered; None if it is gone. `old` was said."""
+        path = f"{folder}/{name}" if folder else name
+        if git and name == "objects" and not {"refs", "logs"} & {*path.split("/")}:
+            said = "objects"
+        elif not (git or name == ".git" or old == "") and (
+                (old or "").startswith("ignored") or self.rules.ignored(path, True)):
+            said = "ignored {} {} {}".format(*self.count(fd, name))
+        elif depth >= DEPTH or len(path) > PATH_CHARACTERS:
+            said = "deep"
+        elif path in self.shared and path in self.same:
+            self.folders.update((below, self.cache[below]) for below in self.shared[path])
+            return ""
+        else:
+            said = ""
+            try:
+                inner = os.open(name, FLAGS | os.O_DIRECTORY, dir_fd=fd)
+            except FileNotFoundError:
+                said = None
+            except OSError:
+                said = "unreadable"
+        if said != old and old is not None:
+            self.drop(folder, name)
+        if said == "":
+            try:
+                tree = self.folder(inner, path, mode, depth + 1, git or name == ".git")
+            finally:
+                os.close(inner)
+            if old is None or path not in self.cache or tree != self.cache[path][3]:
+                self.edit(folder)[os.fsencode(f"={name}")] = b"40000", tree
+        elif said and said != old:
+            self.put(folder, f":s={name}", said.encode())
+        return said
 
     def freeze(self, fd: int, prefix: str) -> None:
         """Take over the rules of a directory, and at the top those of its repository."""
@@ -630,29 +742,58 @@ class Walk:
                 if stat.S_ISREG(st.st_mode) and st.st_size <= IGNORED_BYTES:
                     self.rules.freeze(prefix + name, self.read(inner, name, st.st_size)[0])
 
-    def file(self, fd: int, name: str, key: Key, ignored: bool) -> tuple[Seen, bool] | None:
-        """What is kept of it, and whether the next snapshot may rely on that."""
+    def file(self, fd: int, folder: str, row: Row, known: bool, git: bool) -> Row | None:
+        """Put it into the store. Returns its row as it was then, None where it is not kept."""
+        name, *key = row
+        path = f"{folder}/{name}" if folder else name
+        found: tuple[Row, str, bytes, bytes] | None = None
+        if self.temporary and name.startswith(self.temporary):
+            self.leftovers.append((folder, name))
+        elif not (git and name.endswith(".lock")):
+            found = self.look(fd, path, row)
+        if known:
+            self.drop(folder, name)
+        if not found:
+            return None
+        row, mark, data, mode = found
+        self.put(folder, mark + name, data, mode)
+        full = stat.S_IMODE(row[1]) if mark == "=" and mode != b"120000" else 0o644
+        if full not in (0o644, 0o755):
+            self.put(folder, f":m={name}", b"%o" % full)
+        return row
+
+    def look(self, fd: int, path: str, row: Row) -> tuple[Row, str, bytes, bytes] | None:
+        """Its row, the mark of its name, its content and its mode for git; None if it is gone."""
+        def note(*words: object) -> tuple[Row, str, bytes, bytes]:
+            return row, ":s=", " ".join(map(str, words)).encode(), b"100644"
+
+        folder, _, name = path.rpartition("/")
         for _ in range(ATTEMPTS):
-            settled = max(key[2:4]) < self.settled
-            mode, size = key[:2]
             try:
+                if len(row) == 1:
+                    return note("unreadable")
+                _, mode, size, *times, _ = row
+                if max(times) >= self.settled:
+                    self.racy.setdefault(folder, set()).add(name)
                 if stat.S_ISLNK(mode):
-                    target = os.readlink(os.fsencode(name), dir_fd=fd)
-                    return (key, self.pack.put(b"blob", target), LINK), settled
+                    return row, "=", os.readlink(os.fsencode(name), dir_fd=fd), b"120000"
                 if not stat.S_ISREG(mode):
-                    return (key, self.note(special(mode)), NOTE), settled
-                if size > WHOLE_BYTES or ignored or self.pack.size > self.pack.most:
-                    why = "large" if size > WHOLE_BYTES or ignored else "full"
-                    return (key, self.note(why, size, *key[2:4]), NOTE), settled
+                    return note(special(mode))
+                if size > WHOLE_BYTES or size > IGNORED_BYTES and self.rules.ignored(path, False):
+                    return note("large", size, *times)
+                if self.pack.size > self.most:
+                    return note("full", size, *times)
                 data, st = self.read(fd, name, size)
-                if key_of(st) == key and len(data) == size:
-                    return (key, self.pack.put(b"blob", data), FILE), settled
-                key = key_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+                if row_of(name, st) == row and len(data) == size:
+                    return row, "=", data, b"100755" if mode & 0o100 else b"100644"
+                row = row_of(name, os.stat(name, dir_fd=fd, follow_symlinks=False))
             except FileNotFoundError:
                 return None
             except OSError:
-                return (key, self.note("unreadable", *key[1:4]), NOTE), False
-        return (key, self.pack.put(b"blob", data), FILE), False  # it is being written all the time
+                self.racy.setdefault(folder, set()).add(name)
+                return note("unreadable", *row[2:5])
+        self.racy.setdefault(folder, set()).add(name)  # it is being written all the time
+        return row, "=", data, b"100755" if mode & 0o100 else b"100644"
 
     def read(self, fd: int, name: str, size: int) -> tuple[bytes, os.stat_result]:
         """No more than it had, and one byte to know that it grows. Raises OSError."""
@@ -680,44 +821,33 @@ class Walk:
                 newest = max(newest, more[2], st.st_ctime_ns)
         return files, size, newest
 
-    def note(self, kind: str, *values: int) -> bytes:
-        return self.pack.put(b"blob", " ".join((kind, *map(str, values))).encode())
-
-    def put_tree(self, entries: dict[str, Seen], mode: int) -> bytes:
-        rows = [(b":dir", b"100644", self.pack.put(b"blob", b"%o" % mode))]
-        for name, (key, id, what) in entries.items():
-            raw = os.fsencode(name)
-            if what == DIR:
-                rows.append((b"=%s/" % raw, b"40000", id))
-            elif what == LINK:
-                rows.append((b"=%s" % raw, b"120000", id))
-            elif what == FILE:
-                full = stat.S_IMODE(key[0])
-                rows.append((b"=%s" % raw, b"100755" if full & 0o100 else b"100644", id))
-                if full not in (0o644, 0o755):
-                    rows.append((b":m=%s" % raw, b"100644", self.pack.put(b"blob", b"%o" % full)))
-            else:
-                rows.append((b":s=%s" % raw, b"100644", id))
-        rows.sort()
-        return self.pack.put(b"tree", b"".join(
-            b"%s %s\0%s" % (kind, name.rstrip(b"/"), id) for name, kind, id in rows))
-
     def commit(self) -> str:
         """Make it the last snapshot of its tree; the caller saves the state. Returns its tree."""
         state = self.store.state
         self.pack.finish()
-        state["last"][self.label] = self.tree
+        self.tree = state["last"][self.label] = self.folders[""][3].hex()
         state["first"].setdefault(self.label, self.tree)
-        if self.folders != self.cache:
-            data = marshal.dumps((self.folders, self.racy))
+        noted = dict(self.folders)
+        for folder, names in self.racy.items():  # no row is like that
+            rows = [(row[0], 0) if row[0] in names else row
+                    for row in marshal.loads(noted[folder][0])]
+            noted[folder] = marshal.dumps(rows, 2), *noted[folder][1:]
+        if noted != self.cache:
+            data = marshal.dumps(noted)
             write(self.store.at(f"cache-{self.label}"), self.mark(data) + data, sync=False)
         return self.tree
 
-    def key(self, path: str) -> Any:
+    def key(self, path: str) -> Row | str | None:
         """What a path was: None where nothing was there, "" for a directory."""
         folder, _, name = path.rpartition("/")
-        seen = self.folders[folder][1].get(name) if folder in self.folders else None
-        return seen and (seen[0] or "")
+        rows, inner, *_ = self.folders.get(folder, NO_FOLDER)
+        if folder not in self.loaded:
+            self.loaded[folder] = {row[0]: row for row in marshal.loads(rows)}
+        return "" if name in inner else self.loaded[folder].get(name)
+
+
+def not_kept(kind: str) -> str:
+    return NOT_KEPT.get(kind, f"it is a {kind}")
 
 
 def special(mode: int) -> str:
@@ -730,12 +860,12 @@ def special(mode: int) -> str:
 class Restore:
     """Brings changes into the workspace that a walk has seen; what is not as it was seen stays.
 
-    `left` has the path and the reason of each one that stays.
+    `left` has the path and the reason of each one that stays, `never` those that always would.
     """
 
     def __init__(self, walk: Walk, discard: bool) -> None:
         self.walk, self.store, self.discard = walk, walk.store, discard
-        self.left, self.done = dict[str, str](), dict[str, str]()
+        self.left, self.done, self.never = dict[str, str](), dict[str, str](), set[str]()
         self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
 
     def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
@@ -745,17 +875,20 @@ class Restore:
             if note and note.kind == NOTE and (note is new or not self.discard
                                                or self.walk.key(path) in (None, "")):
                 kind, *_ = self.store.note(note.id).decode().split()
-                self.left[path] = NOT_KEPT.get(kind, f"it is a {kind}")
+                self.left[path] = not_kept(kind)
+                if kind not in WORK:
+                    self.never.add(path)
             else:
                 self.changes[path] = old, new
                 self.done[path] = status(old, new)
+        self.planned = {**self.changes}
 
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
         for folder, name in self.walk.leftovers:
             with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
                 os.unlink(name, dir_fd=fd)
-        self.store.state["temporary"] = f".shadow-{secrets.token_hex(8)}-"
+        self.store.state["temporary"] = f".shadow-{os.urandom(8).hex()}-"
         self.store.save()
         order = sorted(self.changes.items())
         try:
@@ -825,7 +958,7 @@ class Restore:
         except FileNotFoundError:
             st = None
         seen = None if self.changes[path][0] is None else self.walk.key(path) or ""
-        if (st and ("" if stat.S_ISDIR(st.st_mode) else key_of(st))) != seen:
+        if (st and ("" if stat.S_ISDIR(st.st_mode) else row_of(name, st))) != seen:
             raise OSError("it has changed meanwhile")
 
     def remove(self, fd: int, name: str, path: str, old: Entry) -> None:
@@ -886,11 +1019,18 @@ def octal(entry: Entry | None) -> str | None:
     return f"{kinds[entry.kind] | entry.mode:06o}" if entry and entry.kind != NOTE else None
 
 
+@functools.cache
+def risk_pattern() -> re.Pattern[str]:
+    """The shortest way to one of them counts: what lies in a .git is git's, whatever its name."""
+    return re.compile(f"(?:.*?/)??(?:{'|'.join(f'({pattern})' for pattern, _ in RISKS)})",
+                      re.IGNORECASE | re.DOTALL)
+
+
 def risks(store: Store, path: str, old: Entry | None, new: Entry | None, agents: Sequence[str],
           ) -> list[str]:
     """Why the host may execute or obey what has changed there."""
     found = list[str]()
-    match = RISK.fullmatch(canonical(path))
+    match = risk_pattern().fullmatch(canonical(path))
     if match and (reason := RISKS[(match.lastindex or 0) - 1][1]) and (new or in_git(path)):
         found.append(reason)
     names = "|".join(re.escape(name) for name in agents)
@@ -942,7 +1082,7 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
         for note in [side for side in sides if side.kind == NOTE]:
             kind, *values = store.note(note.id).decode().split()
-            row |= {"kept": False, "seen": kind}
+            row |= {"kept": False, "seen": kind, "why": not_kept(kind)}
             if kind == "ignored":
                 row |= {"files": int(values[0]), "size": int(values[1])}
             elif values:
@@ -955,7 +1095,8 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             counts |= {"binary": True} if added == b"-" else {
                 "added": int(added), "deleted": int(deleted)}
     if patch:
-        add_patch(store, [*words, "-p", "--no-prefix", old, new, "--", *map(marked, paths)], found)
+        tops = [marked(path) if path else "." for path in paths]
+        add_patch(store, [*words, "-p", "--no-prefix", old, new, "--", *tops], found)
     return list(found.values())
 
 
@@ -965,13 +1106,9 @@ def counted(found: dict[str, dict[str, Any]], name: bytes) -> dict[str, Any] | N
     return found.get(in_workspace(whole)) if whole.rpartition("/")[2].startswith("=") else None
 
 
-def marked(path: str) -> str:
-    return "/".join(f"={part}" for part in path.split("/")) if path else "."
-
-
 def add_patch(store: Store, words: list[str], found: dict[str, dict[str, Any]]) -> None:
     """The hunks of each file, as much as fits into PATCH_BYTES; the rest is marked as truncated."""
-    with subprocess.Popen(**store.argv(*words), stdout=subprocess.PIPE) as process:
+    with store.start(*words, stderr=DEVNULL) as process:
         assert process.stdout
         text = process.stdout.read(PATCH_BYTES)
         if truncated := bool(process.stdout.read(1)):
@@ -1039,7 +1176,8 @@ class Request:
             if event["id"] == id and event["tree"] == self.label:
                 return event
         kept = ", ".join(event["id"] for event in self.events[-5:]) or "none"
-        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.")
+        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.",
+                      "missing")
 
     def after(self, event: dict[str, Any], now: str) -> str:
         """Where a turn was not ended, the next snapshot is its end."""
@@ -1065,6 +1203,10 @@ class Request:
         if turn:
             event = self.event("turn", walk.tree, **about)
         elif event:
+            if event.get("undone") and not event["after"]:  # what it has done since is not
+                event["undone"] = walk.tree == [
+                    undo["after"] for undo in self.events
+                    if undo["kind"] == "undo" and event["id"] in undo["turns"]][-1]
             event |= about | {"after": walk.tree}
             event |= self.totals(event["before"], walk.tree)
         return self.finish(tree=walk.tree, turn=event)
@@ -1084,17 +1226,20 @@ class Request:
     def diff(self) -> dict[str, Any]:
         now = self.store.state["last"].get(self.label)
         if not now:
-            raise Failure("there is no snapshot yet", "One is taken when an agent runs.")
-        if turn := self.take("turn", str, ""):
-            event = self.find(turn)
+            raise Failure("there is no snapshot yet", "One is taken when an agent runs.",
+                          "nothing")
+        turn = self.take("turn", str, "")
+        event = self.find(turn) if turn else None
+        if self.take("now", bool, False) and not (event and event["after"]):
+            now = self.walk().tree
+        old, new = self.store.state["first"][self.label], now
+        if event:
             old, new = event["before"], self.after(event, now)
-        else:
-            old, new = self.store.state["first"][self.label], now
         rows = differences(self.store, old, new, self.paths, self.take("patch", bool, False),
                            self.agents)
         if self.paths != [""] and not rows:
             raise Failure(f"nothing has changed at {printable(', '.join(self.paths))}",
-                          "Paths begin at the top of the workspace.")
+                          "Paths begin at the top of the workspace.", "missing")
         return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
     def undo(self) -> dict[str, Any]:
@@ -1102,12 +1247,14 @@ class Request:
                  and event["kind"] in ("turn", "merge") and not event.get("undone")]
         if turn := self.take("turn", str, ""):
             if (first := self.find(turn)) not in turns:
-                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.")
+                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.",
+                              "nothing")
             turns = [first] if self.take("only", bool, False) else turns[turns.index(first):]
         else:
             turns = turns[-1:]
         if not turns:
-            raise Failure("there is nothing to undo", "No turn is kept that is not undone.")
+            raise Failure("there is nothing to undo", "No turn is kept that is not undone.",
+                          "nothing")
         walk = self.walk()
         steps = [(self.after(event, walk.tree), event["before"]) for event in reversed(turns)]
         answer = self.bring(walk, "undo", steps, turns=[event["id"] for event in turns])
@@ -1119,7 +1266,8 @@ class Request:
                  and event["kind"] == "undo" and not event.get("redone")
                  and (not turn or turn in event["turns"])]
         if not undos:
-            raise Failure("there is nothing to redo", "No undo is kept that was not redone.")
+            raise Failure("there is nothing to redo", "No undo is kept that was not redone.",
+                          "nothing")
         event = undos[-1]
         answer = self.bring(self.walk(), "redo", [(event["after"], event["before"])],
                             turns=event["turns"], undo=event)
@@ -1128,10 +1276,9 @@ class Request:
     def merge(self) -> dict[str, Any]:
         state = self.store.state
         if self.label == "main" or "main" not in state["last"]:
-            raise Failure("there is nothing to merge", "A copy has a snapshot and another tree.")
-        merges = [event for event in self.events if event["kind"] == "merge"
-                  and event["tree"] == self.label and not event.get("undone")]
-        base = merges[-1]["theirs"] if merges else state["first"]["main"]
+            raise Failure("there is nothing to merge", "A copy has a snapshot and another tree.",
+                          "nothing")
+        base = self.store.merged(self.events).get(self.label, state["first"]["main"])
         theirs = state["last"]["main"]
         return self.finish(**self.bring(self.walk(), "merge", [(base, theirs)]))
 
@@ -1149,41 +1296,49 @@ class Request:
         restore = Restore(walk, self.take("discard", bool, False))
         wanted = list[tuple[str, Entry | None, Entry | None]]()
         for path, old, new in self.store.changes(walk.tree, tree):
-            if not below(path, self.paths):
-                continue
-            if kind == "merge" and in_git(path):
-                conflicts -= {whole_git(path)}
-                restore.left[whole_git(path)] = "what is git's own does not leave a copy"
-            elif not (below(path, conflicts) or f"{path}/:dir".lstrip("/") in conflicts
-                      or below(re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path), conflicts)):
+            # merge-tree calls a file so where there is a directory of its name
+            plain = re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path)
+            if kind == "merge" and in_git(plain):
+                conflicts.add(whole_git(plain))
+            elif below(path, self.paths) and not any(
+                    below(name, conflicts) or f"{name}/:dir".lstrip("/") in conflicts
+                    for name in (path, plain)):
                 wanted.append((path, old, new))
         for path in {path.removesuffix(":dir").rstrip("/") for path in conflicts}:
-            if below(path, self.paths):
-                restore.left.setdefault(path, "both have changed it")
+            if below(path, self.paths) and kind == "merge" and in_git(path):
+                restore.left[path] = "what is git's own does not leave a copy"
+                restore.never.add(path)
+            elif below(path, self.paths):
+                restore.left[path] = "both have changed it"
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
-                          "Paths begin at the top of the workspace.")
+                          "Paths begin at the top of the workspace.", "missing")
         dry = self.take("dry", bool, False)
         if not dry:
-            whole = self.paths == [""] and not conflicts
-            expected = {*restore.left}
             restore.apply()
             self.store.state["temporary"] = ""
             after = self.walk().tree
             event = self.event(kind, walk.tree, turns=turns)
-            event |= {"after": after, "files": len(restore.done),
+            event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
                       "when": self.take("when", str, "")}
             if kind == "merge":  # what has not come this time comes with the next one
-                event["theirs"] = steps[0][whole and expected == {*restore.left}]
+                base, theirs = steps[0]
+                if self.paths != [""]:
+                    theirs = self.store.graft(base, theirs, self.paths, True)
+                event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
+                                                   - restore.never, False)
             if self.paths == [""] and (restore.done or not restore.left):
                 for other in self.events:
                     if other["id"] in turns:
                         other["undone"] = kind == "undo"
                 if undo:
                     undo["redone"] = True
-        rows = [{"path": path, "status": what} for path, what in sorted(restore.done.items())]
-        left = [{"path": path, "why": why} for path, why in sorted(restore.left.items())]
+        rows = [{"path": path, "status": what,
+                 "risk": risks(self.store, path, *restore.planned[path], self.agents)}
+                for path, what in sorted(restore.done.items())]
+        left = [{"path": path, "why": why, "conflict": path not in restore.never}
+                for path, why in sorted(restore.left.items())]
         return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
 
 
@@ -1192,7 +1347,8 @@ VERBS = {name: getattr(Request, name) for name in
 
 
 def usage(message: str) -> Failure:
-    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]", 2)
+    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]",
+                   code=2)
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
@@ -1219,7 +1375,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         answer, code = run(argv), 0
     except Failure as error:
-        answer, code = {"error": str(error), "hint": error.hint}, error.code
+        answer, code = {"error": str(error), "hint": error.hint, "kind": error.kind}, error.code
     print(json.dumps(answer), flush=True)
     return code
 

@@ -532,7 +532,6 @@ def start(id: str, rows: str, columns: str, title: str, *argv: str) -> None:
     folder = FOLDER + "/" + id
     try:
         os.makedirs(folder, 0o700)
-        forget_ended()
         ring = Ring(folder + "/output")
         with open(folder + "/info", "w", errors="surrogateescape") as file:
             file.write(f"{time.time():.3f} {title}")
@@ -556,8 +555,10 @@ def start(id: str, rows: str, columns: str, title: str, *argv: str) -> None:
         finally:
             os._exit(0)
     listener.close()
-    if int(rows):
-        attach(id, rows, columns, "0")
+    holder = hand_over(id, rows, columns, "0") if int(rows) else None
+    forget_ended()  # while the program starts
+    if holder:
+        wait_for(holder)
 
 
 def refuse(reason: str) -> NoReturn:
@@ -566,7 +567,12 @@ def refuse(reason: str) -> NoReturn:
 
 
 def attach(id: str, rows: str, columns: str, position: str) -> None:
-    """Give stdin and stdout to the holder, and end with the status that it tells."""
+    """Be a client, which ends with the status that the holder tells."""
+    wait_for(hand_over(id, rows, columns, position))
+
+
+def hand_over(id: str, rows: str, columns: str, position: str) -> socket:
+    """Give stdin and stdout to the holder; where it has ended, show what is left and end."""
     holder = connect(FOLDER + "/" + id)
     try:
         if not holder:
@@ -575,6 +581,10 @@ def attach(id: str, rows: str, columns: str, position: str) -> None:
         holder.sendmsg([words(rows, columns, position)], [(SOL_SOCKET, SCM_RIGHTS, rights)])
     except OSError:
         show_kept(FOLDER + "/" + id, int(position))
+    return holder
+
+
+def wait_for(holder: socket) -> NoReturn:
     os.dup2(holder.fileno(), 0)
     # The shell takes less memory, for as long as the client is there.
     os.execvp("sh", ["sh", "-c", "read -r status; exit ${status:-125}"])
@@ -673,7 +683,7 @@ def show_list() -> None:
 
 
 def forget_ended() -> None:
-    """Make room for one more."""
+    """Keep the last that have ended."""
     over = []
     for folder in folders():
         holder = None if ended(folder)[0] is not None else connect(folder)
@@ -681,7 +691,7 @@ def forget_ended() -> None:
             holder.close()
         else:
             over.append(folder)
-    for folder in over[: 1 - KEPT]:
+    for folder in over[:-KEPT]:
         remove(folder)
 
 

@@ -7,6 +7,10 @@ of the job. The files output, runs, lock and status are there, and job.json is n
 until the lock is held: who saw the job without its lock would take it for lost. At most BYTES of
 output are kept.
 
+SANDBOX_TURN_ARGV, as Python writes a list, is another command that is run with `begin` before and,
+where that succeeds, with `end` after it: it takes snapshots, see sandbox_changes.py. What it prints
+at the end goes into the file changes.
+
 Exit code: 0 as soon as the program has detached itself.
 
 Import budget: as long as a job runs, so does this program. What it imports takes 1 ms; json would
@@ -66,10 +70,13 @@ def leb128(number: int) -> bytes:
     return bytes([*result, number])
 
 
-def record(argv: list[str], recorder: Recorder) -> int:
-    """Run argv with its output going to a recorder; its exit status, or 128+n for a signal n."""
+def record(argv: list[str], recorder: Recorder, stdout: int = -1) -> int:
+    """Run argv with its output going to a recorder, or that on stdout to another descriptor; its
+    exit status, or 128+n for a signal n.
+    """
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    actions = [(os.POSIX_SPAWN_DUP2, end, fd) for end, fd in ((out_end, 1), (err_end, 2))]
+    fds = ((out_end if stdout < 0 else stdout, 1), (err_end, 2))
+    actions = [(os.POSIX_SPAWN_DUP2, end, fd) for end, fd in fds]
     pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=actions, setsigdef=[SIGPIPE])
     os.close(out_end)
     os.close(err_end)
@@ -106,8 +113,15 @@ def main(folder: str, limit_bytes: str, *argv: str) -> None:
     os.dup2(1, 0)  # this program was read from 0; it is started with /dev/null on 1
     recorder = Recorder(folder, int(limit_bytes))
     status = os.open(f"{folder}/status", os.O_WRONLY)  # now: the session may be renamed
+    turn = eval(os.environ.pop("SANDBOX_TURN_ARGV", "[]"))
     try:
-        exit, error = record(list(argv), recorder), recorder.error
+        changes = os.open(f"{folder}/changes", os.O_WRONLY | os.O_CREAT, 0o600) if turn else -1
+        exit = record([*turn, "begin"], recorder) if turn else 0
+        if not exit:
+            exit = 130 if os.path.exists(f"{folder}/cancel") else record(list(argv), recorder)
+            if turn:
+                record([*turn, "end"], recorder, changes)
+        error = recorder.error
     except OSError as failure:
         exit, error = 125, f"{argv[0]}: {failure.strerror}"
     write_all(status, status_json(exit, error).encode())

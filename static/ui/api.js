@@ -1,6 +1,7 @@
 // The web service, as the README describes it under "Web service API".
 
-import { decision, detail, job, news, profiles, row, shown, users } from "./typed.js";
+import { changes, decision, detail, diff, job, news, outcomeOf, profiles, row, shown, users }
+  from "./typed.js";
 
 export class ApiError extends Error {
   constructor(status, { code = "failed", message = `the server answered with status ${status}`, hint = "" } = {}) {
@@ -11,6 +12,9 @@ export class ApiError extends Error {
 
 export const OFFLINE = "offline";
 const path = (...parts) => "/api/" + parts.map(encodeURIComponent).join("/");
+
+/** A path as no address or body changes it: JSON writes halves of characters with ASCII. */
+const quoted = (file) => JSON.stringify(file);
 
 /** Tells whether the server can be reached, by "change" events. */
 export const link = Object.assign(new EventTarget(), { up: true });
@@ -61,7 +65,7 @@ export const api = {
     (await call("GET", path("sessions") + (tail ? `?tail=${tail}` : ""))).map(row),
   create: (what) => call("POST", path("sessions"), what),
   session: async (name) => detail(await call("GET", path("sessions", name))),
-  remove: (name) => call("DELETE", path("sessions", name)),
+  remove: (name, force = "") => call("DELETE", path("sessions", name) + force),
   users: async (name) => users(await call("GET", path("sessions", name, "users"))).users,
   act: (name, action) => call("POST", path("sessions", name, action)),
   settings: (name) => call("GET", path("sessions", name, "settings")),
@@ -84,6 +88,13 @@ export const api = {
   },
   terminals: (name) => call("GET", path("sessions", name, "terminals")),
   closeTerminal: (name, id) => call("DELETE", path("sessions", name, "terminals", id)),
+  changes: async (name) => changes(await call("GET", `${path("sessions", name, "changes")}?again=1`)),
+  diff: async (name, turn, file) => {
+    const query = new URLSearchParams({ turn, patch: 1, ...(file !== undefined && { path: quoted(file) }) });
+    return diff(await call("GET", `${path("sessions", name, "changes", "diff")}?${query}`));
+  },
+  change: async (name, verb, { paths, ...what }) => outcomeOf(await call("POST",
+    path("sessions", name, "changes", verb), paths ? { ...what, paths: paths.map(quoted) } : what)),
   logout: () => call("POST", "/auth/logout"),
   outputAddress: (name, id) => path("sessions", name, "jobs", id, "output"),
 };

@@ -66,11 +66,11 @@ export async function busy(button, action) {
   }
 }
 
-/** Ask before something is lost. */
+/** Ask before something is lost; the text may be an element. */
 export function confirmed(title, text, action) {
   const dialog = h("dialog", { class: "confirm", "aria-labelledby": "confirm-title" },
     h("form", { method: "dialog" },
-      h("h2", { id: "confirm-title" }, title), h("p", {}, text),
+      h("h2", { id: "confirm-title" }, title), typeof text === "string" ? h("p", {}, text) : text,
       h("div", { class: "row end" },
         h("button", { value: "no", class: "quiet" }, "Cancel"),
         h("button", { value: "yes", class: "danger" }, action))));

@@ -56,3 +56,12 @@ export const inUse = (users) =>
 
 /** The last folder of a path, for where there is little room. */
 export const tailOf = (path) => path.replace(/\/+$/, "").split("/").pop() || path;
+
+/** What a job's turn has changed, in words; "" where that is not known or nothing. */
+export const changesText = ({ files, added, deleted, risky } = {}) => !files ? ""
+  : [`${count(files, "file")} +${added ?? 0} −${deleted ?? 0}`, risky && count(risky, "warning")]
+    .filter(Boolean).join(", ");
+
+/** Where the changes of a session are shown, those of a turn open. */
+export const changesAddress = (name, turn = "") =>
+  `/#/s/${encodeURIComponent(name)}/changes${turn && `/${encodeURIComponent(turn)}`}`;

@@ -2,7 +2,7 @@
 
 import { api } from "./api.js";
 import { autoGrow, busy, h, toast } from "./dom.js";
-import { lasted, outcome } from "./format.js";
+import { changesAddress, changesText, lasted, outcome } from "./format.js";
 import { icon } from "./icons.js";
 
 const drafts = new Map(); // what was typed and not sent, by box
@@ -76,8 +76,9 @@ export class JobFoot {
       icon("again"), againLabel);
     this.output = h("a", { class: "button quiet small", download: `${job.id}.txt`, hidden: true,
       href: api.outputAddress(job.session, job.id) }, icon("down"), "Whole output");
+    this.changes = h("a", { class: "button quiet small", hidden: true });
     this.element = h("footer", { class: "job-foot" }, this.chip, this.time, this.facts, this.why,
-      h("span", { class: "grow" }), this.output, this.cancel, this.again);
+      h("span", { class: "grow" }), this.changes, this.output, this.cancel, this.again);
     this.clock = setInterval(() => this.job.state === "running" && this.draw(), 1000);
     this.draw();
   }
@@ -96,6 +97,12 @@ export class JobFoot {
     this.time.textContent = lasted(this.job);
     this.time.title = new Date(this.job.started).toLocaleString();
     this.why.textContent = this.job.error ?? "";
+    const { changes } = this.job;
+    this.changes.hidden = !changes;
+    if (changes) {
+      this.changes.href = changesAddress(this.job.session, changes.turn);
+      this.changes.textContent = changesText(changes) || "Nothing changed";
+    }
     this.cancel.hidden = !running;
     this.again.hidden = running;
   }

@@ -11,6 +11,7 @@ import { agentName, agentsKnown, refresh, startPolling, store } from "./store.js
 
 const SCREENS = {
   agent: ["Agent", () => import("./agent.js")],
+  changes: ["Changes", () => import("./changes.js")],
   command: ["Command", () => import("./command.js")],
   terminal: ["Terminal", () => import("./terminal.js")],
   network: ["Network", () => import("./decisions.js")],
@@ -29,21 +30,21 @@ const decoded = (text) => {
   }
 };
 
-/** What the address asks for: { view, name, screen }. */
+/** What the address asks for: { view, name, screen, turn }. */
 function place() {
-  const [view, name, screen] = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
-  if (view === "s" && name) return { view, name, screen: screen in SCREENS ? screen : "agent" };
+  const [view, name, screen, turn] = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
+  if (view === "s" && name) return { view, name, screen: screen in SCREENS ? screen : "agent", turn };
   return { view: view === "new" ? "new" : "" };
 }
 
 export const addressOf = (name, screen = "agent") => `#/s/${encodeURIComponent(name)}/${screen}`;
 
 async function show() {
-  const { view, name, screen } = place();
+  const { view, name, screen, turn } = place();
   leave();
   leave = () => {};
   document.body.dataset.view = view || "home";
-  if (view === "s") return showSession(name, screen);
+  if (view === "s") return showSession(name, screen, turn);
   setTitle(view === "new" ? "New session — sandbox" : "sandbox");
   if (view === "new") {
     leave = mountForm(main, { created: (made) => (location.hash = addressOf(made.name)) });
@@ -75,7 +76,7 @@ function showHome() {
   draw();
 }
 
-async function showSession(name, screen) {
+async function showSession(name, screen, turn) {
   setTitle(`${name} · ${SCREENS[screen][0]} — sandbox`);
   const view = { gone: false, detail: null, unmount: () => {} };
   const body = h("div", { class: "screen", "data-screen": screen }, h("p", { class: "dim pad" }, "Loading…"));
@@ -112,7 +113,7 @@ async function showSession(name, screen) {
     const [module, detail] = await Promise.all([SCREENS[screen][1](), load()]);
     if (view.gone) return;
     body.replaceChildren();
-    view.screen = module.mount(body, { name, session: detail, reload: view.reload });
+    view.screen = module.mount(body, { name, turn, session: detail, reload: view.reload });
   } catch (error) {
     if (!view.gone) body.replaceChildren(h("div", { class: "pad" }, problem(error)));
   }
@@ -190,7 +191,13 @@ async function remove(name) {
   const text = "The container goes, and with it the agent's conversation and this session's settings and history. "
     + "Your directory stays as it is." + inUse(users);
   if (!(await confirmed(`Remove ${name}?`, text, "Remove"))) return;
-  await api.remove(name);
+  try {
+    await api.remove(name);
+  } catch (error) {
+    if (error.status !== 409) throw error;
+    if (!(await confirmed(`Remove ${name} all the same?`, `${error.message}.`, "Remove"))) return;
+    await api.remove(name, "?force=1");
+  }
   toast(`${name} was removed`);
   await refresh();
   location.hash = "#/";

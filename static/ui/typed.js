@@ -67,6 +67,9 @@ export function shown(value) {
   }
 }
 
+/** Text with halves of characters kept: they stand for the bytes of a path that are no UTF-8. */
+const exact = (value) => (typeof value === "string" ? value : shown(value));
+
 const amount = (value) => {
   try {
     return number(value);
@@ -85,14 +88,19 @@ const fitted = (fields, one) => {
   return (value) => type(isRecord(value) ? value : { [one]: shown(value) });
 };
 
+/** Rows of which each has a name, whatever was sent. */
+const rows = (fields, name) => each((value) => ({ [name]: "", ...fitted(fields, name)(value) }));
+const jobChanges = fitted({ turn: shown, files: amount, added: amount, deleted: amount,
+  risky: amount }, "turn");
 export const job = fitted({ id: shown, session: shown, kind: shown, state: shown, exit: amount,
   command: shown, prompt: shown, agent: shown, started: when, ended: when, size: amount,
-  error: shown, tail: shown }, "error");
+  error: shown, tail: shown, changes: jobChanges }, "error");
 const rules = fitted({ allow: texts, deny: texts }, "allow");
 const session = { name: shown, state: shown, agent: shown, directory: shown };
-export const row = fitted({ ...session, network: shown, agentMode: whether, jobs: amount,
+export const row = fitted({ ...session, workspace: shown, network: shown, agentMode: whether, jobs: amount,
   terminals: amount, last: job }, "name");
-export const detail = fitted({ ...session, workdir: shown, runtime: shown,
+export const detail = fitted({ ...session, profile: shown, workdir: shown, runtime: shown,
+  workspace: shown,
   agentPromptCommand: shown, ports: texts,
   network: (value) => (isRecord(value) ? rules(value) : shown(value)) }, "name");
 const event = fitted({ session: shown, what: shown, text: shown, turn: shown }, "text");
@@ -105,3 +113,14 @@ export const profiles = fitted({ profiles: each(profile), agentDetails: each(age
 const DECISION = fitted({ host: shown, port: amount, verdict: shown, rule: shown, reason: shown,
   time: shown, first: shown, count: amount, kind: shown, address: shown }, "host");
 export const decision = (value) => ({ host: "", time: "", ...DECISION(value) });
+const turns = rows({ id: shown, kind: shown, when: shown, what: shown, command: shown, after: shown,
+  files: amount, added: amount, deleted: amount, risky: amount,
+  beside: texts, undone: whether, turns: texts, paths: each(exact) }, "id");
+export const changes = fitted({ turns, bytes: amount, read: shown }, "read");
+const files = rows({ path: exact, status: shown, oldMode: shown, newMode: shown, size: amount,
+  binary: whether, added: amount, deleted: amount, risk: texts, kept: (value) => value === true,
+  seen: shown, why: shown, files: amount, patch: exact, truncated: whether }, "path");
+export const diff = fitted({ files, more: amount }, "from");
+const reasons = rows({ path: exact, status: shown, why: shown, risk: texts }, "path");
+export const outcomeOf = fitted({ turns: texts, changed: reasons, left: reasons,
+  commits: fitted({ branch: shown, count: amount, problem: shown }, "problem") }, "problem");

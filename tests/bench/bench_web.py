@@ -2,7 +2,8 @@
 
     .venv/bin/python tests/bench/bench_web.py [PART …]
 
-Needs root, docker, and the image that tests/prepare makes; the part `page` needs chromium. It
+Needs root, docker, and the image that tests/prepare makes; the parts `page` and `diff` need
+chromium, and `diff` the image localhost/sandbox:1.0-common. It
 starts a server of its own from a zipapp made for the running interpreter, and sessions, and removes
 them all. With ttyd on PATH the parts of terminals compare with that, too. Where something is
 compared, both sides are measured in turn in one run; a row is a median
@@ -52,6 +53,7 @@ SESSIONS, POLLERS, POLL_SECONDS = 50, 20, 2  # as often as a page asks, see stat
 EVENTS, EVENT_SECONDS, EVENT_BYTES = 600, 0.015, 300
 HELD = 500
 JOBS = 30
+LINES, PATCHES = 5000, 11
 
 
 Pairs = list[tuple[list[float], list[float]]]
@@ -602,8 +604,52 @@ def page(server: Server, table: Table) -> None:
         tab.close()
 
 
+# --- A diff ---
+
+OPEN = """(async () => {
+    const frame = () => new Promise(requestAnimationFrame);
+    const button = document.querySelector(".files .file"), began = performance.now();
+    button.click();
+    while (document.querySelectorAll(".patch .slice > div").length < %d) await frame();
+    await frame(); // the one before has been painted
+    return performance.now() - began;
+})()"""
+
+
+def diff(server: Server, table: Table) -> None:
+    """A file's patch of many lines, from the click to the painted page, its turn being open."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from browser import chromium
+
+    config = {"imageName": "localhost/sandbox", "imageVersion": "1.0-common", "runtime": "docker",
+              "agentPromptCommand": "sh -c {prompt}"}
+    (server.home / "sandbox.json").write_text(json.dumps(config))
+    session, times, opens = server.session(), list[float](), list[float]()
+    job = server.post(f"/api/sessions/{session}/prompt",
+                      {"prompt": f"seq -f 'line %g of a file' {LINES} >a"})
+    while server.get(f"/api/sessions/{session}/jobs/{job['id']}")["state"] == "running":
+        time.sleep(0.1)
+    name, _, value = server.cookie.partition("=")
+    with chromium() as browser:
+        tab = browser.page()
+        tab.call("Network.setCookie", name=name, value=value, url=f"http://127.0.0.1:{server.port}")
+        for _ in range(PATCHES):
+            tab.call("Page.navigate", url="about:blank")
+            tab.goto(f"http://127.0.0.1:{server.port}/#/s/{session}/command")
+            tab.see("Nothing was run here yet.")
+            began = time.perf_counter()
+            tab.click(".tabs a:nth-child(2)")
+            tab.wait("document.querySelector('.files .file')")
+            opens.append((time.perf_counter() - began) * 1000)
+            times.append(tab.eval(OPEN % (LINES + 1)))
+        tab.close()
+    table.row(f"a patch of {LINES} lines, from click to painted", median(times), "ms",
+              quartiles(times), most=300)
+    table.row("before it the tab with its turn, from click", median(opens), "ms", quartiles(opens))
+
+
 PARTS: list[Callable[[Server, Table], None]] = [echo, ttyd, flood, floods, stalled, memory,
-                                                sessions, turn, job, crowd, page]
+                                                sessions, turn, job, crowd, page, diff]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,7 +65,7 @@ def build_zipapp(folder: str) -> list[str]:
     """The command that starts a fresh zipapp, made for the running interpreter."""
     path = os.path.join(folder, "sandbox.pyz")
     subprocess.run([sys.executable, BUILD, path], check=True, stdout=subprocess.DEVNULL)
-    return [sys.executable, "-I", path]
+    return [sys.executable, "-I", "-S", path]
 
 
 class Server:

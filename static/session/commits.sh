@@ -1,0 +1,40 @@
+# Runs in a container of its own as the user of a session: brings the commits of its copy, which is
+# /run/sandbox-work, into the repository at /run/sandbox-git as the branch $1; with $2 = 1 it only
+# counts them. Prints how many there are. What follows are the arguments of mounts_are().
+# git sees two repositories that are made here: of the copy they have the objects and one commit,
+# of the person's the objects and the refs, and of neither any configuration or hook.
+branch=$1 dry=$2 theirs=/run/sandbox-work/.git ours=/run/sandbox-git
+shift 2
+[ $# = 0 ] || mounts_are "$@" || exit 97
+export HOME=/dev/shm LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1 \
+  GIT_NO_REPLACE_OBJECTS=1 GIT_ALLOW_PROTOCOL=file
+# What is read as text may be a FIFO a moment later.
+text() { [ ! -f "$1" ] || timeout 10 head -c "$2" "$1"; }
+tip=$(text $theirs/HEAD 1000)
+case $tip in
+"ref: refs/"*)
+  ref=${tip#ref: }
+  tip=$(text "$theirs/$ref" 100)
+  [ "$tip" ] || tip=$(text $theirs/packed-refs 100000000 | awk -v ref="$ref" '$2 == ref {print $1}') ;;
+esac
+case $tip in '' | *[!0-9a-f]*) echo 0; exit 0 ;; esac
+format=sha1
+[ ${#tip} = 40 ] || format=sha256
+cd /dev/shm || exit 1
+git init -q --bare --template= --object-format=$format copy &&
+  git init -q --bare --template= --object-format=$format person || exit 1
+echo $theirs/objects >copy/objects/info/alternates
+for part in objects refs; do rm -r person/$part && ln -s $ours/$part person; done
+for part in packed-refs shallow; do [ ! -f $ours/$part ] || ln -s $ours/$part person; done
+text $theirs/shallow 1000000 | grep -Ex '[0-9a-f]{40,64}' >copy/shallow || rm copy/shallow
+count=$(GIT_ALTERNATE_OBJECT_DIRECTORIES=$theirs/objects \
+  git --git-dir=person rev-list --count "$tip" --not --all) || exit 1
+echo "$count"
+[ "$count" != 0 ] && [ "$dry" != 1 ] || exit 0
+git --git-dir=copy update-ref refs/heads/work "$tip" || exit 1
+said=$(git --git-dir=person -c transfer.fsckObjects=true -c core.hooksPath=/dev/null \
+  -c gc.auto=0 -c maintenance.auto=false fetch --no-tags --no-write-fetch-head --no-auto-gc \
+  copy "refs/heads/work:refs/heads/$branch" 2>&1) && exit 0
+case $said in *'(non-fast-forward)'*) exit 98 ;; esac
+echo "$said" >&2
+exit 1
