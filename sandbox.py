@@ -1629,10 +1629,9 @@ class Engine:
         """Runs a command, with our stdin, in a new container that reaches nothing but what is
         mounted, and removes that.
         """
-        # With --sig-proxy the end of the client would wait for that of the container.
-        argv = [self.name, "run", "--rm", "-i", "--sig-proxy=false", "--pull", "never",
-                "--name", name, "--user", user, "--workdir", "/", "--network", "none",
-                "--read-only", "--log-driver", "none", "--security-opt", "no-new-privileges",
+        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", user,
+                "--workdir", "/", "--network", "none", "--read-only",
+                "--log-driver", "none", "--security-opt", "no-new-privileges",
                 "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
                 *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
                 *each("--label", map("=".join, labels.items()))]
@@ -2461,10 +2460,7 @@ def spec_of(config: Config) -> dict[str, Any]:
     for key in KEYS.values():
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
-    # Of a worktree both are read-only, and of a copy none is the host's.
-    if "workspace" in spec or not is_folder_of_ours(f"{spec['sources'][0]}/.git"):
-        spec["protect"] = []
-    return spec | {"git": git_of(spec)}
+    return spec | {"protect": protected_of(config, spec), "git": git_of(spec)}
 
 
 def resolved(path: str) -> str:
@@ -2743,6 +2739,8 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
         say(err.strip())  # the engine warns that it cannot enforce a limit
     if note := git_note(spec):
         say(note)
+    if config.all("protect") and not (spec["protect"] or spec["git"] or session.copy):
+        say(f"nothing is protected in {spec['directory']}: it has no .git")
     return engine, session
 
 
@@ -3410,6 +3408,15 @@ def git_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return binds
 
 
+def protected_of(config: Config, spec: Mapping[str, Any]) -> list[str]:
+    """The parts of .git that are to be read-only, where it is a folder. Of a linked worktree all
+    are so already, and nothing of a copy is the host's.
+    """
+    git = f"{resolved(spec['directory'])}/.git"
+    theirs = spec.get("workspace") == "copy" or os.path.islink(git) or not os.path.isdir(git)
+    return [] if theirs else config.all("protect")
+
+
 def protected_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The mounts that make parts of .git read-only, and it a mount: or it could be renamed."""
     parts = ["", *spec["protect"]] if spec.get("protect") else []
@@ -3851,6 +3858,7 @@ class RunRequest:
             if any(self.spec[key] != value for key, value in place.items()):
                 self.spec.update(place)
                 self.spec["git"] = git_of(self.spec)
+        self.spec["protect"] = protected_of(self.config, {**self.spec, "workspace": mode})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
         again = partial(recreate_command, session, self.flags, self.args.profile)
         check_isolation(session, have.get("network"), self.spec["network"], again)
@@ -6292,7 +6300,7 @@ def read_plainly(command: str, words: Sequence[str]) -> Any:
     left = iter(words)
     for word in left:
         name, settings = known.get(word, ("", {}))
-        if settings.get("action", "")[:5] == "store":
+        if settings.get("action") in ("store_true", "store_const"):
             values[name] = settings.get("const", True)
             continue
         value = next(left, "-")

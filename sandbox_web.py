@@ -93,7 +93,7 @@ CONNECTIONS = 600  # with more than these, one has to end
 SPARE_CONNECTIONS = 50  # room beyond that, for those that are just ending
 CONNECTIONS_TRIMMED = 20  # after so many have gone, the memory that they took is given back
 ROOM_SECONDS = 2  # how long a new connection waits for one that was told to make room
-STACK_BYTES = 256 * 1024
+STACK_BYTES = 1024 * 1024  # glibc keeps 40 MB of the stacks that were used, with what they hold
 LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
@@ -110,6 +110,8 @@ CHUNK_BYTES = 64 * 1024
 RING_BYTES = WINDOW_BYTES = 1024 * 1024
 MESSAGE_BYTES = 1024 * 1024
 STALL_SECONDS = 5  # a viewer that takes nothing for so long no longer holds the program up
+FLOOD_BYTES, FLOOD_SECONDS = 8192, 0.2  # at once, after which output counts as a flood for so long
+REST_SECONDS = 0.004  # between two pieces of a flood, for each other one
 PING_SECONDS = 30  # the kernel ends a connection whose other end is gone, however slow it was
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
@@ -1094,7 +1096,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, workspace=str, **dict.fromkeys(SETTINGS, object))
+                  image=str, **dict.fromkeys(["workspace", *SETTINGS], object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
@@ -1234,6 +1236,7 @@ def delete_session(app: App, request: Request, params: Params) -> Answer:
     for folder in list(ENDED_JOBS):
         if folder.startswith(job_folder(session.name) + "/"):
             ENDED_JOBS.pop(folder, None)
+    app.changes.logs.pop(session.name, None)
     app.sessions.expire()
     app.terminals.close_all(session.name, "removed")
     return json_answer({"ok": True})
@@ -1854,8 +1857,8 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
 
 
 # --- Changes ---
-# What turns have changed: the answers of static/image/shadow.py, for each of which a container
-# starts: the log is kept for a moment, and until a job has begun or ended or something was undone.
+# What turns have changed: the answers of static/image/shadow.py. A container starts for each, so
+# the log is kept for a moment, unless a job has begun or ended, or something was undone.
 
 
 class Changes:
@@ -1879,13 +1882,27 @@ class Changes:
             state = [session.id, *((job["id"], job["state"]) for job in jobs)]
             if (not kept or kept[0] != state or time.monotonic() - kept[1] > LOG_SECONDS
                     or (anew and kept is asked)):
-                from sandbox_changes import mark_overlaps
+                from sandbox_changes import turns_of
 
-                answer = ask_shadow(engine, session, "log", {})
-                mark_overlaps(answer["turns"])
-                kept = state, time.monotonic(), {**answer, "read": iso(time.time())}
-                self.logs[session.name] = kept
+                session.created()  # raises where its labels are not whole
+                read = {"turns": turns_of(engine, session), "read": iso(time.time())}
+                kept = self.logs[session.name] = state, time.monotonic(), read
             return kept[2]
+
+    def ask(self, engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+            writable: bool = False) -> Answer:
+        """What the shadow answers about a turn. Raises SandboxError."""
+        import sandbox_changes
+
+        session.created()  # raises where its labels are not whole
+        known = self.log(engine, session, False)["turns"] if session.copy else []
+        tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
+        bounds = sandbox_changes.bounds(sandbox.session_config(session))
+        request = {**bounds, "when": iso(time.time()), "tree": tree, **request}
+        if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
+            raise WebError("too_large", "these are too many paths", "name directories")
+        return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
+                                                         tree != "main"))
 
     @contextmanager
     def alone(self, session: Session) -> Iterator[None]:
@@ -1900,17 +1917,6 @@ class Changes:
         finally:
             self.undoing.discard(session.name)
             self.logs.pop(session.name, None)
-
-
-def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
-               writable: bool = False) -> dict[str, Any]:
-    """The shadow's answer. Raises SandboxError."""
-    import sandbox_changes
-
-    session.created()  # raises where its labels are not whole
-    bounds = sandbox_changes.bounds(sandbox.session_config(session))
-    request = {**bounds, "when": iso(time.time()), **request}
-    return dict(sandbox_changes.ask_shadow(engine, session, verb, request, writable))
 
 
 def changes_answer(data: object) -> Answer:
@@ -1935,22 +1941,22 @@ def get_changes(app: App, request: Request, params: Params) -> Answer:
     return changes_answer(app.changes.log(*find(params["session"]), again == 1))
 
 
-def get_diff(_app: App, request: Request, params: Params) -> Answer:
+def get_diff(app: App, request: Request, params: Params) -> Answer:
     """The files of a turn, or of all; ?path= is of one, ?patch=1 with their patches."""
     query = request.query
     wanted = {"turn": query.get("turn", ""), "patch": request.number("patch", 0, 0, 1) == 1,
               "paths": [a_path(query["path"])] if "path" in query else []}
-    return changes_answer(ask_shadow(*find(params["session"]), "diff", wanted))
+    return app.changes.ask(*find(params["session"]), "diff", wanted)
 
 
 def change_route(verb: str) -> Callable[[App, Request, Params], Answer]:
     """A route that undoes or does again."""
     def post(app: App, request: Request, params: Params) -> Answer:
-        data = fields(request.json(), turn=str, only=bool, paths=list, dry=bool)
+        data = {"turn": "", **fields(request.json(), turn=str, only=bool, paths=list, dry=bool)}
         data["paths"] = [a_path(path) for path in data.get("paths", [])]
         engine, session = find(params["session"])
         with app.changes.alone(session):
-            return changes_answer(ask_shadow(engine, session, verb, data, not data.get("dry")))
+            return app.changes.ask(engine, session, verb, data, not data.get("dry"))
 
     return post
 
@@ -2371,6 +2377,7 @@ class Terminal:
         self.ended = self.closing = False
         self.reason = ""  # why it has ended, where that is not by itself
         self.cuts = 0  # of clients, one soon after the other
+        self.flooding = self.resting = 0.0  # until when it counts as a flood, and reads nothing
         self.end_seen = 0.0  # when a viewer was last told of the end
         self.thread = threading.Thread(target=self.pump, daemon=True)
         self.wake_read, self.wake_write = os.pipe()
@@ -2562,7 +2569,7 @@ class Terminal:
         poller = select.poll()
         poller.register(self.wake_read, select.POLLIN)
         if not self.ended:
-            reads = select.POLLIN if self.may_read() else 0
+            reads = select.POLLIN if self.may_read() and not self.rest_seconds() else 0
             writes = select.POLLOUT if self.input and (self.greeted or not self.held) else 0
             if self.held:
                 for fd, mask in ((self.out, reads), (self.master, writes), (self.err, 1)):
@@ -2586,7 +2593,23 @@ class Terminal:
         """Seconds until something may have to be done without an event."""
         if self.ended:
             return 1.0 if self.viewers else 60.0
-        return float(PING_SECONDS if self.may_read() and not self.arriving else 1)
+        most = PING_SECONDS if self.may_read() and not self.arriving else 1
+        return self.rest_seconds() or float(most)
+
+    def rest_seconds(self) -> float:
+        """How long to leave the output where it is.
+
+        Several floods together go on at some 10 MB/s, faster than anybody reads: at full speed they
+        would take all processors, and what is typed in another terminal would wait for them.
+        """
+        return max(0.0, self.resting - time.monotonic())
+
+    def rest(self) -> None:
+        """After a piece of a flood: the longer, the more there are."""
+        now = time.monotonic()
+        self.flooding = now + FLOOD_SECONDS
+        others = sum(terminal.flooding > now for terminal in self.app.terminals.all()) - 1
+        self.resting = now + REST_SECONDS * others
 
     def is_ready(self) -> bool:
         """Whether the ring has what the holder had kept when it greeted us; else a viewer waits."""
@@ -2609,6 +2632,8 @@ class Terminal:
         except (OSError, ValueError):  # EIO: nobody has the other end open any more
             over = True
         if size:
+            if size >= FLOOD_BYTES:
+                self.rest()
             for viewer in self.viewers:
                 self.flush(viewer)
             new = self.ring.end - max(before, self.awaited, self.ring.first)

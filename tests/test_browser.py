@@ -78,7 +78,7 @@ def open_screen(page: Page, service: Service, session: str, screen: str) -> None
     page.call("Page.navigate", url="about:blank")
     page.goto(f"http://{service.address}/#/s/{session}/{screen}")
     page.wait(f"document.querySelector('.screen[data-screen={screen}]')?.children.length > 1 || "
-              f"document.querySelector('.settings, .network')")
+              f"document.querySelector('.settings, .network, .change, .blank')")
 
 
 def open_terminal(page: Page, service: Service, session: str) -> None:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from service import PASSWORD, Screen, Service, wait_for
@@ -20,7 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from sandbox_web import Terminal, Viewer
+from sandbox_web import FLOOD_SECONDS, REST_SECONDS, Terminal, Viewer
 
 
 def frame(kind: bytes, data: bytes) -> bytes:
@@ -223,6 +225,21 @@ def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Ser
         slow.type("\x03")
         run(slow, "echo al''ive")
         slow.expect("alive")
+
+
+def test_a_flood_rests_only_beside_another() -> None:
+    many: list[Terminal] = []
+    app: Any = SimpleNamespace(terminals=SimpleNamespace(all=lambda: many))
+    many += [Terminal(app, None, None, "shell", (24, 80))  # type: ignore[arg-type]
+             for _ in range(3)]
+    many[0].rest()
+    assert many[0].rest_seconds() == 0  # the others are silent
+    many[1].rest()
+    many[2].rest()
+    assert 0 < many[1].resting - many[1].flooding + FLOOD_SECONDS < 2 * REST_SECONDS
+    assert many[2].resting - many[2].flooding + FLOOD_SECONDS > 1.5 * REST_SECONDS
+    many[1].resting = time.monotonic() - 1
+    assert many[1].rest_seconds() == 0
 
 
 def test_a_reader_that_is_silent_for_long_stays() -> None:
