@@ -524,6 +524,35 @@ def test_a_session_that_is_not_what_it_was(service: Service, name: str) -> None:
 
 
 @docker_only
+@pytest.mark.parametrize("how", ["stopped", "created anew", "removed"])
+@pytest.mark.parametrize("where", ["page", "command line"])
+def test_viewers_are_told_what_became_of_the_session(service: Service, name: str, how: str,
+                                                     where: str) -> None:
+    path = f"/api/sessions/{name}"
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "echo rea''dy")
+        screen.expect("ready")
+        if where == "command line":
+            word = {"stopped": "stop", "created anew": "recreate", "removed": "rm"}[how]
+            assert service.engine.sandbox(word, name).returncode == 0
+        elif how == "removed":
+            assert service.request("DELETE", path).status == 200
+        else:
+            word = {"stopped": "stop", "created anew": "recreate"}[how]
+            assert service.post(f"{path}/{word}").status == 200
+        assert f"the session {name} was {how}" in screen.message("exit")["reason"]
+
+
+@docker_only
+def test_a_session_that_is_not_there_has_no_terminals(service: Service, name: str) -> None:
+    path = f"/api/sessions/{name}/terminals"
+    assert service.get(path).status == 404
+    service.create(name)
+    assert (service.get(path).status, service.get(path).json) == (200, [])
+
+
+@docker_only
 def test_a_holder_that_dies(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
