@@ -144,6 +144,7 @@ class Asked:
                                 "sandbox build, then sandbox recreate; or --no-checkpoint")
         if status == TURNED_STATUS or not os.path.isdir(spec["directory"]):
             return SandboxError(f"{spec['directory']} is gone or leads to another place by now",
+                                "put it back and try again" if self.session.copy else
                                 f"sandbox recreate {self.session.name}")
         if self.engine.diagnose(err) == "image":
             return SandboxError(f"{self.engine.name} has no image {spec['image']}",
