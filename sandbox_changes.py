@@ -310,7 +310,8 @@ class Turn:
         """For turn_argv(), and static/session/job.py: in an argv others would see a prompt."""
         session = self.session
         return {"SANDBOX_TURN_ARGV": repr(turn_argv()), "SANDBOX_TURN": sandbox.to_json({
-            "runtime": self.engine.name, "session": [session.name, session.labels, session.id],
+            "runtime": self.engine.name,
+            "session": [session.name, session.labels, session.id, session.ours],
             "about": self.about, "bounds": self.bounds, "must": self.must})}
 
 
@@ -325,9 +326,11 @@ def turn_argv(*verb: str) -> list[str]:
 def carry_out() -> int:
     """Begin, end or watch the turn of our environment; the end is printed as JSON."""
     given = sandbox.parse_json(os.environ.pop("SANDBOX_TURN"))
-    name, labels, id = given["session"]
-    turn = Turn(sandbox.ENGINES[given["runtime"]](), sandbox.Session(name, "", labels, id),
-                given["about"], given["bounds"], given["must"])
+    name, labels, id, ours = given["session"]
+    session = sandbox.Session(name, "", labels, id)
+    session.ours = ours
+    turn = Turn(sandbox.ENGINES[given["runtime"]](), session, given["about"], given["bounds"],
+                given["must"])
     try:
         if sys.argv[2] == "begin":
             turn.begin()
