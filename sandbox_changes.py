@@ -311,7 +311,8 @@ class Turn:
         """For turn_argv(), and static/session/job.py: in an argv others would see a prompt."""
         session = self.session
         return {"SANDBOX_TURN_ARGV": repr(turn_argv()), "SANDBOX_TURN": sandbox.to_json({
-            "runtime": self.engine.name, "session": [session.name, session.labels, session.id],
+            "runtime": self.engine.name,
+            "session": [session.name, session.labels, session.id, session.ours],
             "about": self.about, "bounds": self.bounds, "must": self.must})}
 
 
@@ -326,9 +327,9 @@ def turn_argv(*verb: str) -> list[str]:
 def carry_out() -> int:
     """Begin, end or watch the turn of our environment; the end is printed as JSON."""
     given = sandbox.parse_json(os.environ.pop("SANDBOX_TURN"))
-    name, labels, id = given["session"]
+    name, labels, id, ours = given["session"]
     session = sandbox.Session(name, "", labels, id)
-    session.ours = id  # who has given it to us has looked
+    session.ours = ours
     turn = Turn(sandbox.ENGINES[given["runtime"]](), session, given["about"], given["bounds"],
                 given["must"])
     try:
