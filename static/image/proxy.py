@@ -9,7 +9,7 @@
 The session has no network but its own loopback. It shares /run/sandbox-net with the proxy:
   proxy.sock   where a gate sends a *listening socket*: a socket stays in the network it was made
                in, so the proxy accepts inside the session and connects outside it, and no byte is
-               relayed twice
+               relayed twice; broker.sock is the same for broker.py, which imports this program
   rules.json   {"allow": [...], "deny": [...]} of host, host:port, *.host, an address, [v6]:port;
                without a port 443 and 80; what denies wins. It is read again when it changes, and
                while it is wrong nothing is allowed.
@@ -18,8 +18,8 @@ The session has no network but its own loopback. It shares /run/sandbox-net with
 was asked for: the last decision, when the first one was, and how many there were.
 
 Environment: SANDBOX_SESSION (its name), SANDBOX_RULES (JSON; `serve` uses it only where there is no
-rules.json), SANDBOX_NET, SANDBOX_NET_PORT and SANDBOX_KEPT (another directory, port and file of
-decisions). stdout has one JSON line per decision.
+rules.json), SANDBOX_NET, SANDBOX_NET_PORT, SANDBOX_NET_SOCKET and SANDBOX_KEPT (another directory,
+port, name of proxy.sock and file of decisions). stdout has one JSON line per decision.
 Exit codes: 0; 1 failed, or refused (check); 2 usage.
 """
 
@@ -39,9 +39,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 DIRECTORY = os.environ.get("SANDBOX_NET", "/run/sandbox-net")
 PORT = int(os.environ.get("SANDBOX_NET_PORT", "3128"))
+SOCKET = os.environ.get("SANDBOX_NET_SOCKET", "proxy.sock")
 KEPT = os.environ.get("SANDBOX_KEPT", "/var/lib/sandbox-net/decisions")
 SESSION = os.environ.get("SANDBOX_SESSION", "")
 DEFAULT_PORTS = (443, 80)
@@ -82,6 +84,14 @@ class Answer(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+    def message(self) -> bytes:
+        body, reason = str(self).encode(), REASONS[self.status]
+        if self.status == 403:  # after a CONNECT most programs show this line and not the text
+            reason += ": " + " ".join(str(self).split())
+        head = (f"HTTP/1.1 {self.status} {reason}\r\nContent-Type: text/plain\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
+        return head.encode("ascii", "replace") + body
 
 
 # --- Addresses and names ---
@@ -1058,9 +1068,10 @@ def server_name(hello: bytes) -> str:
 
 CLIENTS = threading.Semaphore(CONNECTIONS + OVERFLOW)
 SLOTS = threading.Semaphore(CONNECTIONS)
+Serve = Callable[[socket.socket], None]
 
 
-def serve_client(client: socket.socket) -> None:
+def serve_client(handle: Serve, client: socket.socket) -> None:
     busy = not SLOTS.acquire(blocking=False)
     try:
         with client:
@@ -1092,13 +1103,8 @@ REASONS = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway", 503: "Servi
 
 def say(client: socket.socket, answer: Answer) -> None:
     if answer.status:
-        body, reason = str(answer).encode(), REASONS[answer.status]
-        if answer.status == 403:  # after a CONNECT most programs show this line and not the text
-            reason += ": " + " ".join(str(answer).split())
-        head = (f"HTTP/1.1 {answer.status} {reason}\r\nContent-Type: text/plain\r\n"
-                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
         client.settimeout(HEAD_SECONDS)
-        client.sendall(head.encode("ascii", "replace") + body)
+        client.sendall(answer.message())
 
 
 def hang_up(client: socket.socket) -> None:
@@ -1136,21 +1142,21 @@ def take_listener(link: socket.socket) -> socket.socket | None:
 GATE_SLOTS = threading.Semaphore(GATES)
 
 
-def serve_gate(link: socket.socket) -> None:
+def serve_gate(handle: Serve, link: socket.socket) -> None:
     try:
         with link:
             listener = take_listener(link)
             if listener:
                 with listener:
                     link.sendall(b"+")
-                    accept_clients(link, listener)
+                    accept_clients(handle, link, listener)
     except OSError:
         pass
     finally:
         GATE_SLOTS.release()
 
 
-def accept_clients(link: socket.socket, listener: socket.socket) -> None:
+def accept_clients(handle: Serve, link: socket.socket, listener: socket.socket) -> None:
     """Until the gate goes. Raises OSError when the listener is of no use any more."""
     listener.setblocking(False)
     poll = select.poll()
@@ -1167,11 +1173,10 @@ def accept_clients(link: socket.socket, listener: socket.socket) -> None:
             print(f"sandbox: accept: {error}", file=sys.stderr)
             time.sleep(RETRY_SECONDS)  # no file descriptors, or no memory
             continue
-        start(serve_client, client, CLIENTS)
+        start(partial(serve_client, handle), client, CLIENTS)
 
 
-def start(target: Callable[[socket.socket], None], sock: socket.socket,
-          slots: threading.Semaphore) -> None:
+def start(target: Serve, sock: socket.socket, slots: threading.Semaphore) -> None:
     """Serve a socket in a thread of its own, or close it where there are too many."""
     if slots.acquire(blocking=False):
         try:
@@ -1186,6 +1191,11 @@ def start(target: Callable[[socket.socket], None], sock: socket.socket,
 
 
 def cmd_serve() -> int:
+    prepare()
+    return serve_gates(SOCKET, handle)
+
+
+def prepare() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         # the first process of a container has no default for them
         signal.signal(number, lambda *_: os._exit(0))
@@ -1197,10 +1207,13 @@ def cmd_serve() -> int:
     except OSError as error:
         print(f"sandbox: decisions are not kept: {error}", file=sys.stderr)
     start_rules()
-    with listen(os.path.join(DIRECTORY, "proxy.sock")) as server:
+
+
+def serve_gates(name: str, handle: Serve) -> int:
+    with listen(os.path.join(DIRECTORY, name)) as server:
         while True:
             link, _ = server.accept()
-            start(serve_gate, link, GATE_SLOTS)
+            start(partial(serve_gate, handle), link, GATE_SLOTS)
 
 
 def start_rules() -> None:
@@ -1268,7 +1281,7 @@ def hand_over() -> socket.socket:
     link = socket.socket(socket.AF_UNIX)
     try:
         link.settimeout(GATE_SECONDS)
-        link.connect(os.path.join(DIRECTORY, "proxy.sock"))
+        link.connect(os.path.join(DIRECTORY, SOCKET))
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", PORT))
