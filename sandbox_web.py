@@ -1236,7 +1236,6 @@ def delete_session(app: App, request: Request, params: Params) -> Answer:
     for folder in list(ENDED_JOBS):
         if folder.startswith(job_folder(session.name) + "/"):
             ENDED_JOBS.pop(folder, None)
-    app.changes.logs.pop(session.name, None)
     app.sessions.expire()
     app.terminals.close_all(session.name, "removed")
     return json_answer({"ok": True})
@@ -1878,13 +1877,11 @@ class Changes:
         asked = self.logs.get(session.name)
         with reading:
             kept = self.logs.get(session.name)
-            jobs = list_jobs(session.name, 20)
-            state = [session.id, *((job["id"], job["state"]) for job in jobs)]
+            state = [session.id, *((job["id"], job["state"]) for job in list_jobs(session.name, 9))]
             if (not kept or kept[0] != state or time.monotonic() - kept[1] > LOG_SECONDS
                     or (anew and kept is asked)):
                 from sandbox_changes import turns_of
 
-                session.created()  # raises where its labels are not whole
                 read = {"turns": turns_of(engine, session), "read": iso(time.time())}
                 kept = self.logs[session.name] = state, time.monotonic(), read
             return kept[2]
@@ -1894,7 +1891,6 @@ class Changes:
         """What the shadow answers about a turn. Raises SandboxError."""
         import sandbox_changes
 
-        session.created()  # raises where its labels are not whole
         known = self.log(engine, session, False)["turns"] if session.copy else []
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
         bounds = sandbox_changes.bounds(sandbox.session_config(session))
@@ -1937,8 +1933,8 @@ def a_path(text: Any) -> str:
 
 def get_changes(app: App, request: Request, params: Params) -> Answer:
     """The turns; ?again=1 reads them again."""
-    again = request.number("again", 0, 0, 1)
-    return changes_answer(app.changes.log(*find(params["session"]), again == 1))
+    anew = request.number("again", 0, 0, 1) == 1
+    return changes_answer(app.changes.log(*find(params["session"]), anew))
 
 
 def get_diff(app: App, request: Request, params: Params) -> Answer:

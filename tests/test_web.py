@@ -606,86 +606,6 @@ def test_wrong_bodies_and_paths_are_4xx_with_a_message(service: Service, engine:
     assert service.request("DELETE", f"/api/sessions/{name}").status == 200
 
 
-def test_changes_are_read_undone_and_refused(engine: Engine, home: Path, project: Path,
-                                             name: str) -> None:
-    write_config(home, imageName=REAL_IMAGE.partition(":")[0], checkpoint=True)
-    service = Service(engine)
-    service.create(name, agentPromptCommand="sh -c {prompt}")
-    base = f"/api/sessions/{name}/changes"
-    nobody = base.replace(name, f"{name}-x")
-    for path in (nobody, f"{nobody}/diff"):
-        assert service.get(path).status == 404
-    for verb in ("undo", "redo", "merge"):
-        assert service.post(f"{nobody}/{verb}").status == 404
-        assert service.post(f"{base}/{verb}").status == 409, verb
-    assert service.get(base).json["turns"] == []
-    assert service.get(f"{base}/diff").status == 409
-    odd = b"by\xfftes \"\n".decode(errors="surrogateescape")
-    (project / odd).write_text("before\n")
-    script = 'for file in by*; do echo after >"$file"; done; echo >new'
-    job = service.ended(service.post(f"/api/sessions/{name}/prompt", {"prompt": script}).json)
-    first, again = service.get(base).json, service.get(base).json
-    assert [turn["id"] for turn in first["turns"]] == [job["id"]] and first == again
-    assert service.get(f"{base}?again=1").json["read"] > first["read"]
-    files = service.get(f"{base}/diff?turn={job['id']}&patch=1").json["files"]
-    assert [file["path"] for file in files] == [odd, "new"]
-    quoted = json.dumps(odd)
-    for path in ("new", '"new"', quoted):
-        query = urlencode({"turn": job["id"], "path": path})
-        (file,) = service.get(f"{base}/diff?{query}").json["files"]
-        assert file["path"] in (path, odd, "new") and "patch" not in file
-    for query in ("turn=nope", f"turn={job['id']}&path=nope", "path=nope"):
-        reply = service.get(f"{base}/diff?{query}")
-        assert reply.status == 404 and reply.json["error"]["message"], query
-    assert service.post(f"{base}/undo", {"turn": "nope"}).status == 404
-    assert service.post(f"{base}/undo", {"paths": ["nope"]}).status == 404
-    assert service.post(f"{base}/merge").status == 409
-    dry = service.post(f"{base}/undo", {"turn": job["id"], "dry": True}).json
-    assert dry["dry"] and [row["path"] for row in dry["changed"]] == [odd, "new"]
-    assert (project / odd).read_text() == "after\n"
-    done = service.post(f"{base}/undo", {"turn": job["id"], "only": True, "paths": [quoted]}).json
-    assert [row["path"] for row in done["changed"]] == [odd] and not done["dry"]
-    assert (project / odd).read_text() == "before\n" and (project / "new").exists()
-    assert service.post(f"{base}/redo").json["changed"] == done["changed"]
-    assert (project / odd).read_text() == "after\n"
-    undo, redo = service.get(base).json["turns"][1:]  # at once, for something was undone
-    assert (undo["kind"], undo["paths"], redo["kind"]) == ("undo", [odd], "redo")
-
-
-@contextmanager
-def locked_store(engine: Engine, name: str) -> Iterator[None]:
-    """The store of a session's snapshots in use, as by a snapshot that takes long."""
-    _, session = sandbox.find_session([sandbox.Docker()], name)
-    assert session
-    top = engine.run("volume", "inspect", "-f", "{{.Mountpoint}}", session.store).stdout.strip()
-    with open(f"{top}/lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def test_one_undo_at_a_time_and_a_slow_one_holds_nobody_up(engine: Engine, home: Path,
-                                                            project: Path, name: str) -> None:
-    write_config(home, imageName=REAL_IMAGE.partition(":")[0], checkpoint=True)
-    service = Service(engine)
-    service.create(name, agentPromptCommand="sh -c {prompt}")
-    service.ended(service.post(f"/api/sessions/{name}/prompt", {"prompt": "echo a >a"}).json)
-    undo = f"/api/sessions/{name}/changes/undo"
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        with locked_store(engine, name):
-            tries = [pool.submit(service.post, undo) for _ in range(20)]
-            refused = wait_for(lambda: len(done := [a for a in tries if a.done()]) == 19 and done)
-            assert {answer.result().status for answer in refused} == {409}
-            slow = [pool.submit(service.get, f"/api/sessions/{name}/changes?again=1")
-                    for _ in range(5)]
-            assert service.get("/api/sessions").status == 200
-            assert service.get(f"/api/sessions/{name}/jobs").status == 200
-            assert not any(answer.done() for answer in slow)
-        (first,) = [answer.result() for answer in tries if answer not in refused]
-        assert first.status == 200 and not (project / "a").exists()
-        assert len({answer.result().body for answer in slow}) == 1  # one has read for all
-    assert service.post(undo).status == 409  # there is nothing more
-
-
 def test_directories_of_the_host_are_named(engine: Engine) -> None:
     top = engine.directory()
     names = [".hidden", "a b", "alpha", "beta", "gh-ß-1", "q?&=#%", "<b>"]
@@ -1162,6 +1082,86 @@ def test_the_examples_of_the_readme(engine: Engine, project: Path, home: Path, n
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert f"hello from {name}" in answer.stdout and "unauthorized" not in answer.stdout.lower()
     service.end()
+
+
+def test_changes_are_read_undone_and_refused(engine: Engine, home: Path, project: Path,
+                                             name: str) -> None:
+    write_config(home, imageName=REAL_IMAGE.partition(":")[0], checkpoint=True)
+    service = Service(engine)
+    service.create(name, agentPromptCommand="sh -c {prompt}")
+    base = f"/api/sessions/{name}/changes"
+    nobody = base.replace(name, f"{name}-x")
+    for path in (nobody, f"{nobody}/diff"):
+        assert service.get(path).status == 404
+    for verb in ("undo", "redo", "merge"):
+        assert service.post(f"{nobody}/{verb}").status == 404
+        assert service.post(f"{base}/{verb}").status == 409, verb
+    assert service.get(base).json["turns"] == []
+    assert service.get(f"{base}/diff").status == 409
+    odd = b"by\xfftes \"\n".decode(errors="surrogateescape")
+    (project / odd).write_text("before\n")
+    script = 'for file in by*; do echo after >"$file"; done; echo >new'
+    job = service.ended(service.post(f"/api/sessions/{name}/prompt", {"prompt": script}).json)
+    first, again = service.get(base).json, service.get(base).json
+    assert [turn["id"] for turn in first["turns"]] == [job["id"]] and first == again
+    assert service.get(f"{base}?again=1").json["read"] > first["read"]
+    files = service.get(f"{base}/diff?turn={job['id']}&patch=1").json["files"]
+    assert [file["path"] for file in files] == [odd, "new"]
+    quoted = json.dumps(odd)
+    for path in ("new", '"new"', quoted):
+        query = urlencode({"turn": job["id"], "path": path})
+        (file,) = service.get(f"{base}/diff?{query}").json["files"]
+        assert file["path"] in (path, odd, "new") and "patch" not in file
+    for query in ("turn=nope", f"turn={job['id']}&path=nope", "path=nope"):
+        reply = service.get(f"{base}/diff?{query}")
+        assert reply.status == 404 and reply.json["error"]["message"], query
+    assert service.post(f"{base}/undo", {"turn": "nope"}).status == 404
+    assert service.post(f"{base}/undo", {"paths": ["nope"]}).status == 404
+    assert service.post(f"{base}/merge").status == 409
+    dry = service.post(f"{base}/undo", {"turn": job["id"], "dry": True}).json
+    assert dry["dry"] and [row["path"] for row in dry["changed"]] == [odd, "new"]
+    assert (project / odd).read_text() == "after\n"
+    done = service.post(f"{base}/undo", {"turn": job["id"], "only": True, "paths": [quoted]}).json
+    assert [row["path"] for row in done["changed"]] == [odd] and not done["dry"]
+    assert (project / odd).read_text() == "before\n" and (project / "new").exists()
+    assert service.post(f"{base}/redo").json["changed"] == done["changed"]
+    assert (project / odd).read_text() == "after\n"
+    undo, redo = service.get(base).json["turns"][1:]  # at once, for something was undone
+    assert (undo["kind"], undo["paths"], redo["kind"]) == ("undo", [odd], "redo")
+
+
+@contextmanager
+def locked_store(engine: Engine, name: str) -> Iterator[None]:
+    """The store of a session's snapshots in use, as by a snapshot that takes long."""
+    _, session = sandbox.find_session([sandbox.Docker()], name)
+    assert session
+    top = engine.run("volume", "inspect", "-f", "{{.Mountpoint}}", session.store).stdout.strip()
+    with open(f"{top}/lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_one_undo_at_a_time_and_a_slow_one_holds_nobody_up(engine: Engine, home: Path,
+                                                            project: Path, name: str) -> None:
+    write_config(home, imageName=REAL_IMAGE.partition(":")[0], checkpoint=True)
+    service = Service(engine)
+    service.create(name, agentPromptCommand="sh -c {prompt}")
+    service.ended(service.post(f"/api/sessions/{name}/prompt", {"prompt": "echo a >a"}).json)
+    undo = f"/api/sessions/{name}/changes/undo"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with locked_store(engine, name):
+            tries = [pool.submit(service.post, undo) for _ in range(20)]
+            refused = wait_for(lambda: len(done := [a for a in tries if a.done()]) == 19 and done)
+            assert {answer.result().status for answer in refused} == {409}
+            slow = [pool.submit(service.get, f"/api/sessions/{name}/changes?again=1")
+                    for _ in range(5)]
+            assert service.get("/api/sessions").status == 200
+            assert service.get(f"/api/sessions/{name}/jobs").status == 200
+            assert not any(answer.done() for answer in slow)
+        (first,) = [answer.result() for answer in tries if answer not in refused]
+        assert first.status == 200 and not (project / "a").exists()
+        assert len({answer.result().body for answer in slow}) == 1  # one has read for all
+    assert service.post(undo).status == 409  # there is nothing more
 
 
 def test_the_engine_that_was_asked_for_is_the_one_that_is_asked(engine: Engine, home: Path) -> None:
