@@ -654,9 +654,9 @@ class Walk:
             self.edit(folder).pop(stored, None)
 
     def mark(self, data: bytes) -> bytes:
-        """What a cache begins with: the interpreter it is for, a check, the tree it is of."""
+        """What a cache begins with: its format and interpreter, a check, the tree it is of."""
         tree = self.store.state["last"].get(self.label)
-        return b"%x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
+        return b"2 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
     def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> bytes:
         rows, folders = list[Row](), dict[str, int]()
