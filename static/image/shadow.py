@@ -54,6 +54,7 @@ WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
 LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
 SHARED = 500  # directories from which on a second process helps
+ASKED_BYTES = 32 << 10
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 FILE, LINK, DIR, NOTE = "file", "link", "dir", "note"
@@ -517,30 +518,37 @@ class Rules:
         with open(target, "wb") as file:
             file.write(data)
 
-    def ignored(self, path: str, folder: bool) -> bool:
-        """That a folder is one, git must see; a file of rules may have its name."""
-        here = f"{self.folder}/{path}"
-        if folder:
-            with contextlib.suppress(OSError):
-                os.makedirs(here)
-        if not self.process:
+    def ignored(self, folder: str, names: Sequence[str], folders: bool) -> set[str]:
+        """Which of them are. That they are folders, git must see; a rules' file may have the name.
+
+        As many are asked at once as a pipe holds, or git and we would wait for each other.
+        """
+        found, at_once = set[str](), 1 + ASKED_BYTES // (4 * len(folder) + 1024)
+        if names and not self.process:
             self.process = self.store.start(
                 f"--work-tree={self.folder}", "check-ignore", "-vnz", "--no-index", "--stdin",
                 cwd=self.folder, stderr=DEVNULL)
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(b"./%s\0" % os.fsencode(path))  # not :(magic)
-        self.process.stdin.flush()
-        answer = b""
-        while answer.count(b"\0") < 4:  # file of rules, line, pattern, path
-            data = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not data:
-                raise damaged("git check-ignore has ended")
-            answer += data
-        if folder:
-            with contextlib.suppress(OSError):
-                os.removedirs(here)
-        rules, _, pattern, *_ = answer.split(b"\0")
-        return bool(rules) and not pattern.startswith(b"!")
+        for at in range(0, len(names), at_once):
+            paths = [f"{folder}/{name}" if folder else name for name in names[at : at + at_once]]
+            for path in paths if folders else ():
+                with contextlib.suppress(OSError):
+                    os.makedirs(f"{self.folder}/{path}")
+            assert self.process and self.process.stdin and self.process.stdout
+            self.process.stdin.write(b"".join(b"./%s\0" % os.fsencode(path) for path in paths))
+            self.process.stdin.flush()
+            answer = b""
+            while answer.count(b"\0") < 4 * len(paths):  # file of rules, line, pattern, path
+                data = os.read(self.process.stdout.fileno(), 1 << 16)
+                if not data:
+                    raise damaged("git check-ignore has ended")
+                answer += data
+            parts = answer.split(b"\0")
+            found |= {name for name, rules, pattern in zip(names[at:], parts[::4], parts[2::4],
+                      strict=False) if rules and not pattern.startswith(b"!")}
+            for path in paths if folders else ():
+                with contextlib.suppress(OSError):
+                    os.removedirs(f"{self.folder}/{path}")
+        return found
 
 
 # --- The walk ---
@@ -646,9 +654,9 @@ class Walk:
             self.edit(folder).pop(stored, None)
 
     def mark(self, data: bytes) -> bytes:
-        """What a cache begins with: the interpreter it is for, a check, the tree it is of."""
+        """What a cache begins with: its format and interpreter, a check, the tree it is of."""
         tree = self.store.state["last"].get(self.label)
-        return b"%x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
+        return b"2 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
     def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> bytes:
         rows, folders = list[Row](), dict[str, int]()
@@ -678,9 +686,14 @@ class Walk:
                                              self.file(fd, path, row, row[0] in before, git))]
             now = marshal.dumps(rows, 2)
         inner = dict[str, str]()
+        ignored = {name for name, said in old.items() if said.startswith("ignored")}
+        unknown = [name for name in folders if name != ".git" and old.get(name) != ""]
+        if not git and unknown:
+            ignored |= self.rules.ignored(path, [*{*unknown} - ignored], True)
         for name, folder_mode in sorted(folders.items(),
                                         key=lambda item: prefix + item[0] in self.shared):
-            what = self.enter(fd, path, name, folder_mode, depth, git, old.get(name))
+            what = self.enter(fd, path, name, folder_mode, depth, git, name in ignored,
+                              old.get(name))
             if what is not None:
                 inner[name] = what
         mode = stat.S_IMODE(mode)
@@ -692,13 +705,12 @@ class Walk:
         return tree
 
     def enter(self, fd: int, folder: str, name: str, mode: int, depth: int, git: bool,
-              old: str | None) -> str | None:
+              ignored: bool, old: str | None) -> str | None:
         """What is said of a directory that is not entered; None if it is gone. `old` was said."""
         path = f"{folder}/{name}" if folder else name
         if git and name == "objects" and not {"refs", "logs"} & {*path.split("/")}:
             said = "objects"
-        elif not (git or name == ".git" or old == "") and (
-                (old or "").startswith("ignored") or self.rules.ignored(path, True)):
+        elif ignored:
             said = "ignored {} {} {}".format(*self.count(fd, name))
         elif depth >= DEPTH or len(path) > PATH_CHARACTERS:
             said = "deep"
@@ -772,7 +784,8 @@ class Walk:
                 if not stat.S_ISREG(mode):
                     return note({stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(
                         stat.S_IFMT(mode), "device"))
-                if size > WHOLE_BYTES or size > IGNORED_BYTES and self.rules.ignored(path, False):
+                if size > WHOLE_BYTES or size > IGNORED_BYTES and self.rules.ignored(
+                        folder, [name], False):
                     return note("large", size, *times)
                 if self.pack.size > self.most:
                     return note("full", size, *times)
