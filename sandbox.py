@@ -68,6 +68,7 @@ NOTIFY_SECONDS, NOTIFY_BYTES = 10, 65536  # for the person's own command, and of
 NEWS_CHARS = 300
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
 FULL_BYTES = 50_000_000
+PIPE_BYTES = 65536
 GONE_SECONDS = 3  # without a process, after which a daemon is taken for dead
 RESIZE_AGAIN_SECONDS = 0.5
 KEY_SECONDS = 0.5  # for which the first of the keys that detach waits for the next one
@@ -1106,7 +1107,8 @@ class Output:
         """Exit status, standard output, standard error.
 
         With a limit a process that prints more is killed there. Raises EngineProblem after the
-        deadline.
+        deadline, but not for an answer that was there before: of several that were asked at once
+        each is read after those that did not come.
         """
         chunks: dict[int, list[bytes]] = {self.out: [], self.err: []}
         try:
@@ -1127,9 +1129,15 @@ class Output:
         poller, left = select.poll(), len(chunks)
         for fd in chunks:
             poller.register(fd, select.POLLIN)
+        late_bytes = 0  # no more than what the two pipes held
         while left:
-            for fd, _ in poller.poll(self.left_ms()):
+            late = time.monotonic() > self.deadline
+            ready = poller.poll(0 if late else self.left_ms())
+            if late and (not ready or late_bytes > 2 * PIPE_BYTES):
+                self.left_ms()  # raises
+            for fd, _ in ready:
                 data = os.read(fd, 65536)
+                late_bytes += len(data) if late else 0
                 chunks[fd].append(data)
                 if not data:
                     poller.unregister(fd)
@@ -1201,21 +1209,26 @@ class Step:
     (--verbose) the output passes through instead.
     """
 
-    def __init__(self, title: str, number: int = 1, total: int = 1, undone: str = "") -> None:
-        """`undone` says what an interruption leaves behind: nothing, most often."""
+    def __init__(self, title: str, number: int = 1, total: int = 1, undone: str = "",
+                 ended_by: Sequence[str] = ()) -> None:
+        """`undone` says what an interruption leaves behind: nothing, most often. `ended_by` is a
+        command that ends it where a signal to the process may not.
+        """
         self.head = f"[{number}/{total}] {title}"
+        self.ended_by = ended_by
         self.title, self.undone, self.log = title, undone, ""
         self.tail: list[str] = []  # the last lines of the output
         self.began = self.drawn = 0.0  # monotonic; 0 where no block is shown
         self.live = os.isatty(2) and os.environ.get("TERM") not in (None, "", "dumb")
 
     def run(self, argv: Sequence[str], env: Mapping[str, str] | None = None,
-            silent_seconds: float = 0) -> None:
+            silent_seconds: float = 0, seconds: float = 0) -> None:
         """Run the command; where it takes no longer than `silent_seconds` nothing is said.
 
-        Raises SandboxError when it fails or cannot be started.
+        Raises SandboxError when it fails, cannot be started or takes longer than `seconds`.
         """
         self.began = time.monotonic()
+        self.deadline = self.began + seconds if seconds else 0.0
         if os.environ.get("SANDBOX_VERBOSE"):
             say(self.head)
             status = call(argv, env)
@@ -1249,6 +1262,8 @@ class Step:
                         with suppress(OSError):  # a full disk is told by what fills it
                             log.write(data)
                         self.note(data.decode(errors="replace"))
+                    if self.deadline and time.monotonic() > self.deadline:
+                        raise SandboxError(f"{self.title} takes too long", NO_ROOM_HINT, 125)
                     self.draw()
             return wait_for(pid)
         except FileNotFoundError:
@@ -1256,6 +1271,8 @@ class Step:
             raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}",
                                125) from None
         except BaseException:
+            if pid and self.ended_by:
+                Output(self.ended_by, LONG_SECONDS).result()
             if pid:
                 terminate(pid)
             self.wipe()
@@ -1612,10 +1629,9 @@ class Engine:
         """Runs a command, with our stdin, in a new container that reaches nothing but what is
         mounted, and removes that.
         """
-        # With --sig-proxy the end of the client would wait for that of the container.
-        argv = [self.name, "run", "--rm", "-i", "--sig-proxy=false", "--pull", "never",
-                "--name", name, "--user", user, "--workdir", "/", "--network", "none",
-                "--read-only", "--log-driver", "none", "--security-opt", "no-new-privileges",
+        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", user,
+                "--workdir", "/", "--network", "none", "--read-only",
+                "--log-driver", "none", "--security-opt", "no-new-privileges",
                 "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
                 *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
                 *each("--label", map("=".join, labels.items()))]
@@ -2118,14 +2134,16 @@ def ask_person(text: str) -> str:
 class Session:
     """A container as its labels describe it; `id` is the engine's, '' before there is one.
 
-    `process` is mark_of() its first process, None for unknown.
+    `process` is mark_of() its first process, None for unknown. `ours` is the id of the container
+    that this host has noted to have made, see remember(). Anyone can give a container labels, and
+    an image brings its own: where they are not ours nothing of the host follows from them.
     """
 
     def __init__(self, name: str, state: str, labels: Mapping[str, str], id: str = "") -> None:
         self.name, self.state, self.labels, self.id = name, state, labels, id
         self.process: str | None = None
+        self.ours = ""
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
-        self.profile = labels.get("sandbox.profile", "")
         self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
         # The name of its proxy and of the volume that both mount; '' without an allowlist.
         proxied = labels.get("sandbox.network") == "allow"
@@ -2144,8 +2162,17 @@ class Session:
         copied = ours and labels.get("sandbox.workspace") == "copy"
         self.copy = f"{COPY_VOLUME}{id}" if copied else ""
 
+    @property
+    def is_ours(self) -> bool:
+        return self.ours == self.id
+
+    @property
+    def profile(self) -> str:
+        return self.labels.get("sandbox.profile", "") if self.is_ours else ""
+
     def created(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What it was created from, and the settings that came from flags or name its agent.
+        """What it was created from, and the settings that came from flags or name its agent; none
+        where it is not ours.
 
         Raises BrokenSession: anyone can give a container labels with our names.
         """
@@ -2153,7 +2180,8 @@ class Session:
             data = parse_json(self.labels["sandbox.created"])
             spec = {"directory": "/", "workdir": "/", **data["spec"]}
             check_created(spec, self.labels)
-            return spec, Layer(data["flags"], "created").values
+            kept = Layer(data["flags"], "created").values
+            return spec, kept if self.is_ours else {}
         except (KeyError, TypeError, ValueError, AttributeError, SandboxError):
             message = f"the labels of the container {self.name} are not those of a whole session"
             raise BrokenSession(message, f"remove it: sandbox rm {self.name}", 125) from None
@@ -2161,8 +2189,13 @@ class Session:
     def variables(self) -> list[str]:
         """The variables that -e gave it at its creation, without their values: Layer.variables."""
         self.created()  # raises
-        names = parse_json(self.labels["sandbox.created"]).get("variables")
+        data = parse_json(self.labels["sandbox.created"]) if self.is_ours else {}
+        names = data.get("variables")
         return [name for name in names if is_text(name)] if isinstance(names, list) else []
+
+
+class Changed(SandboxError):
+    """A session that another command was quicker to change."""
 
 
 class NotASession(SandboxError):
@@ -2220,21 +2253,73 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
     write_private(settings_path(name), to_json(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def lock_settings(name: str) -> BinaryIO:
-    """Keep others from changing a session's settings, and from putting its rules in force, until
-    the file is closed.
+def lock_file(path: str, *, shared: bool = False, waits: str = "",
+              needed: bool = False) -> BinaryIO:
+    """Have a lock until the file is closed, together with all who have it shared; `waits` is said
+    where that takes a while.
+
+    On a disk without room for it we go on without, unless it is needed: then FileError is raised.
     """
     import fcntl
 
-    path = f"{settings_path(name)}.lock"
     try:
         make_private(os.path.dirname(path))
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise FileError(path, error) from None
-    file = os.fdopen(lock, "wb")
-    fcntl.flock(file, fcntl.LOCK_EX)
+        if needed:
+            raise FileError(path, error) from None
+        return open(os.devnull, "rb")
+    file = os.fdopen(lock, "rb")
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if waits:
+            say(waits)
+        fcntl.flock(file, how)
     return file
+
+
+def lock_settings(name: str) -> BinaryIO:
+    """Keep others from changing a session's settings, and from putting its rules in force, until
+    the file is closed.
+    """
+    return lock_file(f"{settings_path(name)}.lock", needed=True)
+
+
+def lock_path(name: str) -> str:
+    return os.path.join(sandbox_home(), "locks", name)
+
+
+def forget_lock(name: str) -> None:
+    """Who waits for it finds out that there is nothing left to change."""
+    with suppress(OSError):
+        os.unlink(lock_path(name))
+
+
+def lock_homes(*, shared: bool = True) -> BinaryIO:
+    """Keep `prune` from taking what is being made; it has this lock alone."""
+    return lock_file(lock_path("homes"), shared=shared,
+                     waits="waiting for another command that makes or removes sessions")
+
+
+def lock_container(session: Session) -> BinaryIO:
+    return lock_file(lock_path(session.home or session.id),
+                     waits=f"waiting for another command that changes {session.name}")
+
+
+def lock_session(engine: Engine, session: Session) -> BinaryIO:
+    """Keep others from removing, renaming or copying a session, and from making it anew, until the
+    file is closed.
+
+    Raises Changed where one of them was first and its container is gone.
+    """
+    lock = lock_container(session)
+    if not follow_rename(engine, session):
+        lock.close()
+        raise Changed(f"{session.name} was changed by another command at this moment",
+                      "sandbox ps shows what there is now")
+    return lock
 
 
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
@@ -2298,15 +2383,40 @@ def memory_path(engine: Engine, name: str) -> str:
     return os.path.join(sandbox_home(), "known", f"{engine.name}-{name}.json")
 
 
+def making_path(session: Session) -> str:
+    """A file that is there while we make a container with these labels, or have printed how."""
+    id = session.labels.get("sandbox.session", "")
+    return os.path.join(sandbox_home(), "making", id if is_plain(id, "") and id else "-")
+
+
+def note_making(session: Session) -> None:
+    with suppress(OSError):
+        make_private(os.path.dirname(making_path(session)))
+        os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+def forget_making(session: Session) -> None:
+    with suppress(OSError):
+        os.unlink(making_path(session))
+
+
 def remember(engine: Engine, session: Session) -> None:
-    """Note what is known of a session; that the note cannot be written does not matter."""
+    """Note what is known of a session; where the note cannot be written it is not taken for ours.
+
+    One that an earlier version has written is of a session that the person has used.
+    """
     known = recall([engine], session.name)
-    if known and (known[1].id, known[1].process) == (session.id, session.process):
-        return
+    if making := os.path.exists(making_path(session)):
+        session.ours = session.id
+    if known:
+        session.ours = session.ours or known[1].ours
+        if not making and (known[1].id, known[1].process) == (session.id, session.process):
+            return
     with suppress(FileError):
         write_private(memory_path(engine, session.name),
                       to_json({"id": session.id, "labels": session.labels,
-                               "process": session.process}))
+                               "process": session.process, "ours": session.ours}))
+    forget_making(session)
 
 
 def look_next_time(engine: Engine, session: Session) -> None:
@@ -2321,6 +2431,7 @@ def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | Non
             data = read_json(memory_path(engine, name))
             session = Session(name, "running", data["labels"], data["id"])
             session.process = data.get("process")
+            session.ours = data.get("ours", data["id"]) or "none"  # not the id that it lacks
             return engine, session
     return None
 
@@ -2349,10 +2460,7 @@ def spec_of(config: Config) -> dict[str, Any]:
     for key in KEYS.values():
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
-    # Of a worktree both are read-only, and of a copy none is the host's.
-    if "workspace" in spec or not is_folder_of_ours(f"{spec['sources'][0]}/.git"):
-        spec["protect"] = []
-    return spec | {"git": git_of(spec)}
+    return spec | {"protect": protected_of(config, spec), "git": git_of(spec)}
 
 
 def resolved(path: str) -> str:
@@ -2600,6 +2708,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     make_hooks(spec)
     status, begun, new = 1, None, bool(source or not home)
     try:
+        note_making(session)
         if session.copy and new:
             import sandbox_changes
 
@@ -2615,6 +2724,10 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             if begun:
                 begun.drop()
             remove_leftover(engine, session, new)
+            forget_making(session)
+        else:
+            session.id = session.ours = out.strip()
+            remember(engine, session)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -2624,22 +2737,26 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     limited = any(config.is_given(key.name) for key in limits())
     if limited and err.strip():
         say(err.strip())  # the engine warns that it cannot enforce a limit
-    session.id = out.strip()
-    remember(engine, session)
     if note := git_note(spec):
         say(note)
+    if config.all("protect") and not (spec["protect"] or spec["git"] or session.copy):
+        say(f"nothing is protected in {spec['directory']}: it has no .git")
     return engine, session
 
 
-def recreation(session: Session, flags: Layer,
-               profile: str | None = None) -> tuple[Config, Layer, dict[str, Any]]:
-    """What a session is to be created from anew, with these flags: its configuration, what of that
-    its labels keep, and its specification.
+def recreation(session: Session, flags: Layer, profile: str | None = None,
+               without: Container[str] = ()) -> tuple[Config, Layer, dict[str, Any]]:
+    """What a session is to be created from anew, with these flags and `without` what was given for
+    some keys: its configuration, what of that its labels keep, and its specification.
 
     A list among the flags takes the place of the one that was given before.
     """
     have, kept = session.created()
+    kept = {name: value for name, value in kept.items() if name not in without}
     check_owner(session)
+    if not session.is_ours and "hostPath" not in flags.values:
+        raise SandboxError(f"{session.name} was not made from here: its labels do not say what is "
+                           "mounted", "say it with --hp DIR, and all else that it is to have", 125)
     kept = {**kept, "hostPath": have["directory"]}
     if have["workdir"] != have["directory"] or "hostPath" not in flags.values:
         kept["containerPath"] = have["workdir"]
@@ -2666,7 +2783,8 @@ def check_recreation(session: Session, spec: Mapping[str, Any]) -> None:
     check_spec(spec)
     # A link in a path may lead to an engine's socket by now.
     have, _ = session.created()
-    if (spec["sources"], spec["git"]) != (have.get("sources"), have.get("git")):
+    known = session.is_ours and (have.get("sources"), have.get("git"))
+    if (spec["sources"], spec["git"]) != known:
         check_mounts(spec)
 
 
@@ -2694,6 +2812,13 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
     """Create a session anew from a recreation(), with its home; where that fails the old container
     is there, stopped. What `settings` gives takes the place of those that it has.
     """
+    with lock_session(engine, session), lock_homes():
+        return replace_container(engine, session, config, flags, spec, settings)
+
+
+def replace_container(engine: Engine, session: Session, config: Config, flags: Layer,
+                      spec: Mapping[str, Any],
+                      settings: Callable[[], dict[str, Any]] | None) -> Session:
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
@@ -2731,8 +2856,7 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
         remove_container(engine, session)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
-    for id in recorded_terminals(session.name):
-        forget_terminal(session.name, id)
+    forget_terminals(session.name)
     return fresh
 
 
@@ -2772,29 +2896,49 @@ def new_home() -> str:
     return HOME_VOLUME + random_id()
 
 
-def home_argv(engine: Engine, image: str, home: str, *words: str, source: str = "") -> list[str]:
+HOME_SECONDS = 3600  # for a step on a home; what runs there may be the image of anybody
+HOME_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID")  # of who keeps owners and modes
+
+
+def home_argv(engine: Engine, name: str, image: str, home: str, *words: str,
+              source: str = "") -> list[str]:
     """The engine call for a step of static/session/home.sh on a home that no container uses."""
     volumes = [f"{home}:/run/sandbox-home", *([f"{source}:/run/sandbox-from:ro"] if source else ())]
     script = asset("session/home.sh").decode()
-    return engine.try_argv(image, ["sh", "-c", script, "sandbox", *words], "none", volumes)
+    return engine.closed_argv(name, image, ["sh", "-c", script, "sandbox", *words], labels={},
+                              limits={}, capabilities=HOME_CAPABILITIES, binds=[], volumes=volumes)
 
 
 def copy_home_argv(engine: Engine, session: Session, home: str) -> list[str]:
     """The engine call that copies the home of a session to a new one."""
-    return home_argv(engine, image_of(engine, session), home, "copy", "/run/sandbox-from",
-                     source=session.home)
+    return home_argv(engine, step_name(), image_of(engine, session), home, "copy",
+                     "/run/sandbox-from", source=session.home)
+
+
+def step_name() -> str:
+    return f"sandbox-step-{random_id()}"
+
+
+def home_step(title: str, engine: Engine, image: str, home: str, *words: str,
+              source: str = "") -> None:
+    """Carry a step out. Raises SandboxError where it fails or takes too long."""
+    name = step_name()
+    Step(title, ended_by=engine.argv("remove", name)).run(
+        home_argv(engine, name, image, home, *words, source=source), silent_seconds=1,
+        seconds=HOME_SECONDS)
 
 
 def copy_home(engine: Engine, session: Session, home: str) -> None:
     """Copy what a session has in its home, and nothing of what is mounted there, to a new one."""
-    step = Step(f"copy the home of {session.name}")
+    title = f"copy the home of {session.name}"
     if session.home:
-        step.run(copy_home_argv(engine, session, home), silent_seconds=1)
+        home_step(title, engine, image_of(engine, session), home, "copy", "/run/sandbox-from",
+                  source=session.home)
         return
     # A session of before there were volumes: its home is in the container itself.
     made = engine.ask(engine.argv("commit", session.id), LONG_SECONDS).split()[-1]
     try:
-        step.run(home_argv(engine, made, home, "copy", CONTAINER_HOME), silent_seconds=1)
+        home_step(title, engine, made, home, "copy", CONTAINER_HOME)
     finally:
         Output(engine.argv("remove-image", made), LONG_SECONDS).result()
 
@@ -2807,10 +2951,9 @@ def renew_home(engine: Engine, home: str, before: str, image: str,
     if before == image and not left:
         return
     if before:
-        Output(home_argv(engine, before, home, "drop", CONTAINER_HOME, *left),
-               LONG_SECONDS).result()
-    Step("renew the home").run(home_argv(engine, image, home, "fill", CONTAINER_HOME),
-                               silent_seconds=1)
+        with suppress(SandboxError):  # what it leaves there is too much, and no more
+            home_step("clear the home", engine, before, home, "drop", CONTAINER_HOME, *left)
+    home_step("renew the home", engine, image, home, "fill", CONTAINER_HOME)
 
 
 def left_places(session: Session, spec: Mapping[str, Any]) -> list[str]:
@@ -2831,8 +2974,10 @@ def duplicate_home(engine: Engine, session: Session, config: Config,
     """A new home with what a session has in its own, for a container of this specification."""
     image, home = present_image(engine, config), new_home()
     try:
-        copy_home(engine, session, home)
-        renew_home(engine, home, image_of(engine, session), image, left_places(session, spec))
+        with lock_session(engine, session):
+            copy_home(engine, session, home)
+            before = image_of(engine, session)
+        renew_home(engine, home, before, image, left_places(session, spec))
     except BaseException:
         remove_volumes(engine, home)
         raise
@@ -2856,7 +3001,8 @@ def remove_leftover(engine: Engine, session: Session, new: bool) -> None:
         if labels.get("sandbox.session") == session.labels["sandbox.session"]:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
-    remove_volumes(engine, session.home, *((session.copy, session.store) if new else ()))
+    if new:
+        remove_volumes(engine, session.home, session.copy, session.store)
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -2937,33 +3083,49 @@ def check_agent(engine: Engine, config: Config) -> None:
                             Remedy([command], lambda: build_image(engine, config, agents=wanted)))
 
 
+def find_settled(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
+    """find_session(), after another command that is making it anew."""
+    engine, session = find_session(engines, name)
+    known = None if session else recall([engine], name)
+    if known and known[1].home:
+        with lock_container(known[1]):
+            return find_session(engines, name)
+    return engine, session
+
+
 def find_given(engines: Sequence[Engine], name: str, command: str,
                code: int = 1) -> tuple[Engine, Session]:
     """The session that a command was given by its name. Raises SandboxError where there is none."""
     Layer({"containerName": name}, "check", f"{command}: ")
-    engine, session = find_session(engines, name)
+    engine, session = find_settled(engines, name)
     if session is None:
         raise SandboxError(f"there is no container {name}", "sandbox ps lists them", code)
     return engine, session
 
 
 def remove_session(engine: Engine, session: Session) -> None:
-    """Remove a container of ours, its volumes, its settings and its jobs."""
-    follow_rename(engine, session)  # or another session would lose its files
-    with suppress(OSError):  # first: this tells others who end with it, see check_removed()
-        os.unlink(memory_path(engine, session.name))
-    remove_container(engine, session)
-    remove_volumes(engine, session.home, session.copy, session.store)
-    forget_files(session.name)
+    """Remove a container of ours, its volumes, its settings and its jobs. Raises Changed."""
+    with lock_session(engine, session):
+        with suppress(OSError):  # first: this tells others who end with it, see check_removed()
+            os.unlink(memory_path(engine, session.name))
+        remove_container(engine, session)
+        remove_volumes(engine, session.home, session.copy, session.store)
+        forget_files(session.name)
+        forget_lock(session.home)
 
 
-def follow_rename(engine: Engine, session: Session) -> None:
-    """Take the name that a session has by now; no call of the engine where it is still known so."""
+def follow_rename(engine: Engine, session: Session) -> bool:
+    """Take the name that a session has by now; whether its container is there.
+
+    No call of the engine where it is still known so.
+    """
     known = recall([engine], session.name)
     if session.id and not (known and known[1].id == session.id):
-        status, out, _ = Output(engine.inspect_argv(session.id)).result()
+        status, out, err = Output(engine.inspect_argv(session.id)).result()
         if not status:
             session.name = engine.read_inspected(out)[1]
+        return not (status and engine.is_absent(err))
+    return True
 
 
 def users_of(engine: Engine, session: Session, own: Container[str] = ()) -> list[str]:
@@ -3040,10 +3202,19 @@ def check_removed(engine: Engine, session: Session, status: int) -> None:
 REMOVAL_STEPS = 50
 
 
+def check_stopped(engine: Engine, session: Session, status: int) -> None:
+    """Raise SandboxError where the container of a session does not run any more."""
+    if end_of(engine, session, KILLED)[0] not in ("", "running"):
+        raise SandboxError(f"the session {session.name} was stopped, and what ran in it has ended",
+                           f"sandbox start {session.name} starts it again", status)
+
+
 def rename_session(engine: Engine, session: Session, name: str) -> None:
     """Give a session another name; what runs in it goes on."""
     Layer({"containerName": name}, "check", "rename: ")
-    with lock_settings(session.name):
+    with lock_session(engine, session), lock_settings(session.name):
+        if name == session.name:
+            raise SandboxError(f"{name} has that name already", "choose another name")
         status, _, err = Output(engine.argv("rename", session.id, name)).result()
         if status and engine.is_name_taken(err):
             raise SandboxError(f"there is a container {name} already", "choose another name")
@@ -3059,7 +3230,9 @@ def rename_session(engine: Engine, session: Session, name: str) -> None:
             raise FileError(path_of(name), error) from None
         with suppress(OSError):
             os.unlink(memory_path(engine, session.name))
-        remember(engine, Session(name, session.state, session.labels, session.id))
+        renamed = Session(name, session.state, session.labels, session.id)
+        renamed.ours = session.ours
+        remember(engine, renamed)
     with suppress(OSError):
         os.unlink(f"{settings_path(session.name)}.lock")
 
@@ -3070,6 +3243,7 @@ def remove_container(engine: Engine, session: Session) -> None:
     if status and not engine.is_absent(err):
         raise engine.failure(err)
     remove_proxy(engine, session)
+    forget_lock(session.id)
 
 
 def jobs_path(name: str) -> str:
@@ -3232,6 +3406,15 @@ def git_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         binds.append((os.path.join(git["common"], part).rstrip("/"),
                       os.path.join(place, part).rstrip("/"), options))
     return binds
+
+
+def protected_of(config: Config, spec: Mapping[str, Any]) -> list[str]:
+    """The parts of .git that are to be read-only, where it is a folder. Of a linked worktree all
+    are so already, and nothing of a copy is the host's.
+    """
+    git = f"{resolved(spec['directory'])}/.git"
+    theirs = spec.get("workspace") == "copy" or os.path.islink(git) or not os.path.isdir(git)
+    return [] if theirs else config.all("protect")
 
 
 def protected_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -3510,6 +3693,10 @@ def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool
         if not set_rules(engine, session, network, start):
             return False
         if asked:
+            had = network_of(session, session_config(session))
+            if had.get("allow") and network == {"allow": []}:
+                say(f"the rules of {session.name} are gone for good, and it reaches nothing; they "
+                    f"were: {' '.join(had['allow'])}")
             write_settings(session.name, read_settings(session.name) | {"network": network})
     return True
 
@@ -3547,17 +3734,24 @@ def short_port(port: str) -> str:
     return f"{place}->{inner}"
 
 
-def unheard_ports(engine: Engine, name: str, ports: Sequence[str]) -> list[str]:
+def ask_listeners(engine: Engine, name: str) -> Output:
+    """The question for what listens in a running session, begun."""
+    argv = engine.exec_argv(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"], user="0:0")
+    return Output(argv, LIST_SECONDS)
+
+
+def unheard_ports(engine: Engine, name: str, ports: Sequence[str],
+                  asked: Output | None = None) -> list[str]:
     """A line for each published port on which a program in a running session listens in vain.
 
     What listens on 127.0.0.1 inside is not reached from outside.
     """
     inner = {int(port.partition("/")[0].rpartition(":")[2]): port for port in ports
              if not port.endswith("/udp")}
-    argv = engine.exec_argv(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"], user="0:0")
     out = ""
     with suppress(EngineProblem):
-        out = Output(argv).result(LISTENERS_BYTES)[1] if inner else ""
+        asked = asked or (ask_listeners(engine, name) if inner else None)
+        out = asked.result(LISTENERS_BYTES)[1] if asked else ""
     heard: dict[int, set[str]] = {}
     for fields in map(str.split, out.splitlines()):
         if len(fields) > 3 and fields[3] == "0A":  # it listens
@@ -3600,6 +3794,7 @@ class RunRequest:
         self.engines = candidates(self.config)
         self.session: Session | None = None
         self.source: Session | None = None  # what it is to be a duplicate of
+        self.left_home = ""  # of a container of this name that is gone
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
         self.turn: Turn | None = None  # begun and not yet entered
@@ -3613,10 +3808,12 @@ class RunRequest:
                 engine, session = find_session(self.engines, self.name)
                 if session:  # where it is gone, what follows says so
                     found, self.looked = (engine, session), True
-            engine, self.session = found or find_session(self.engines, self.name)
+            engine, self.session = found or find_settled(self.engines, self.name)
             self.engines = [engine]
-            if known and not self.session and not self.config.is_given("network"):
-                check_gone(known[1])
+            if known and not self.session:
+                if not self.config.is_given("network"):
+                    check_gone(known[1])
+                self.left_home = known[1].home
         if self.session and args.source:
             raise SandboxError(f"there is a session {self.name} already",
                                "choose another name with -n", 125)
@@ -3641,6 +3838,9 @@ class RunRequest:
         """Take profile, flags and directory from a session, and say in what it differs."""
         have, _ = session.created()
         check_owner(session)
+        if not session.is_ours:
+            say(f"{session.name} was not made from here: the profile, env files, variables and "
+                "agent that its labels name are not taken, nor are snapshots")
         mode, asked = have.get("workspace", "mount"), self.config.get("workspace")
         if self.config.is_given("workspace") and asked != mode:
             works = "a copy" if mode == "copy" else "the directory itself"
@@ -3658,6 +3858,7 @@ class RunRequest:
             if any(self.spec[key] != value for key, value in place.items()):
                 self.spec.update(place)
                 self.spec["git"] = git_of(self.spec)
+        self.spec["protect"] = protected_of(self.config, {**self.spec, "workspace": mode})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
         again = partial(recreate_command, session, self.flags, self.args.profile)
         check_isolation(session, have.get("network"), self.spec["network"], again)
@@ -3729,7 +3930,7 @@ def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping
                 agent: bool) -> Turn | None:
     """The turn that a command of an agent, or another one, is to be; None for none."""
     value = config.get("checkpoint")
-    if value is False or not (agent or value is True):
+    if value is False or not (session.is_ours and (agent or value is True)):
         return None
     import sandbox_changes as changes
 
@@ -4487,17 +4688,9 @@ class Attachment:
         if self.to >= 0:
             os.close(self.to)
         os.set_blocking(self.out, False)
-        until = time.monotonic() + GONE_SECONDS
-        while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if time.monotonic() > until:
-                with suppress(ProcessLookupError):
-                    os.killpg(self.pid, 9)
-            with suppress(BlockingIOError):  # or it would wait for us
-                while os.read(self.out, 65536):
-                    pass
-            time.sleep(0.001)
+        code = end_client(self.pid, self.out)
         if not self.left:
-            self.code = exit_status(found[1])
+            self.code = code
         if self.err >= 0:
             os.set_blocking(self.err, False)
             with suppress(BlockingIOError):
@@ -4506,6 +4699,22 @@ class Attachment:
         if self.errors and not self.left:
             with suppress(OSError):
                 os.write(2, self.errors)
+
+
+def end_client(pid: int, out: int = -1) -> int:
+    """The exit status of an engine's client whose input has ended; killed with its group where it
+    stays. What it still prints is dropped, or it would wait for us.
+    """
+    until = time.monotonic() + GONE_SECONDS
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > until:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, 9)
+        with suppress(BlockingIOError):
+            while out >= 0 and os.read(out, 65536):
+                pass
+        time.sleep(0.001)
+    return exit_status(found[1])
 
 
 class Left(SandboxError):
@@ -4571,6 +4780,7 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
     status = held.status if held.ended else None
     if status is None:
         check_removed(engine, session, held.code or 1)
+        check_stopped(engine, session, held.code or 1)
     if held.heard and status is None:
         known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
         if known and known.runs:
@@ -4636,11 +4846,32 @@ def record_terminal(name: str, id: str, what: str) -> None:
         make_private(os.path.dirname(path))
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(to_json({"what": what, "since": round(time.time(), 3)}))
+        if len(os.listdir(os.path.dirname(path))) > 2 * LISTED:  # nobody asks how those have ended
+            records = recorded_terminals(name, ended=True)
+            for old in sorted(records, key=lambda id: float(records[id]["since"]))[:-LISTED]:
+                forget_terminal(name, old)
+
+
+def note_ended(name: str, records: Mapping[str, Mapping[str, Any]],
+               terminals: Iterable[Held]) -> None:
+    """Note which terminals have ended: `ps` need not ask for them, and pages show them once."""
+    for terminal in terminals:
+        record = records.get(terminal.id)
+        if record and not terminal.runs:
+            with suppress(FileError):
+                write_private(os.path.join(terminals_path(name), terminal.id),
+                              to_json({**record, "ended": True}))
 
 
 def forget_terminal(name: str, id: str) -> None:
     with suppress(OSError):
         os.unlink(os.path.join(terminals_path(name), id))
+
+
+def forget_terminals(name: str) -> None:
+    """Forget all of a session: its container has stopped."""
+    for id in recorded_terminals(name, ended=True):
+        forget_terminal(name, id)
 
 
 def forget_lost(name: str, records: Mapping[str, Mapping[str, Any]], known: Container[str]) -> None:
@@ -4650,13 +4881,14 @@ def forget_lost(name: str, records: Mapping[str, Mapping[str, Any]], known: Cont
             forget_terminal(name, id)
 
 
-def recorded_terminals(name: str) -> dict[str, dict[str, Any]]:
-    """By id what was started, and when, in seconds."""
+def recorded_terminals(name: str, *, ended: bool = False) -> dict[str, dict[str, Any]]:
+    """By id what was started, and when, in seconds; also what is known to have `ended`."""
     found = {}
     for id in os.listdir(terminals_path(name)) if os.path.isdir(terminals_path(name)) else ():
         with suppress(OSError, ValueError, TypeError, KeyError):
             data = read_json(os.path.join(terminals_path(name), id))
-            found[id] = {"what": str(data["what"]), "since": float(data["since"])}
+            if ended or "ended" not in data:
+                found[id] = {"what": str(data["what"]), "since": float(data["since"])}
     return found
 
 
@@ -4854,12 +5086,11 @@ def make_base(engine: Engine, mirror: str) -> None:
 def open_session(request: RunRequest) -> tuple[Engine, Session]:
     """The running session of a request."""
     if not request.session:
-        home = ""
-        if request.source:
-            home = duplicate_home(request.engines[0], request.source, request.config, request.spec)
-        engine, session = create_session(request.engines, request.name, request.config,
-                                         request.kept, request.spec, home, request.source,
-                                         request.start_turn)
+        with lock_homes():
+            home = home_for(request)
+            engine, session = create_session(request.engines, request.name, request.config,
+                                             request.kept, request.spec, home, request.source,
+                                             request.start_turn)
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
@@ -4871,6 +5102,18 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
     start_session(engine, session)
     put_rules(engine, session, request, True)
     return engine, session
+
+
+def home_for(request: RunRequest) -> str:
+    """The home of a new session where there is one: a duplicate, or what `docker rm` has left."""
+    if request.source:
+        return duplicate_home(request.engines[0], request.source, request.config, request.spec)
+    engine, home = request.engines[0], request.left_home
+    if not home or home not in engine.ask(engine.argv("volumes")).split():
+        return ""
+    say(f"the container {request.name} is gone, and not by sandbox rm: its home was kept, and this "
+        "one goes on with it (--new makes another session)")
+    return home
 
 
 def choose_session(args: argparse.Namespace) -> None:
@@ -4908,13 +5151,18 @@ OFFERED = 20  # sessions; `ps` shows all
 def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The sessions that a run with this configuration may go on in, the newest first."""
     found, data, flags = [], read_config(), flags_layer(args)
-    for row in list_containers(candidates(config))[1]:
-        session = Session(row["name"], row["state"], row["labels"])
+    engine, rows = list_containers(candidates(config))
+    for row in rows:
+        known = recall([engine], row["name"])
+        id = row["labels"]["sandbox.session"]
+        if not known or known[1].labels.get("sandbox.session") != id:
+            continue  # another container has the name now
+        session = known[1]
         with suppress(SandboxError):  # broken, or with another network than is asked for
             have, _ = session.created()
-            ours = session.user.split(":")[0] in ("0", str(os.getuid())) and not is_proxy(row)
+            mine = session.user.split(":")[0] in ("0", str(os.getuid()))
             same = flags.values.get("workspace", mode := have.get("workspace", "mount")) == mode
-            if ours and same and have["directory"] == config.get("hostPath"):
+            if session.is_ours and mine and same and have["directory"] == config.get("hostPath"):
                 want = session_config(session, None, flags, args.profile, data).get("network")
                 check_isolation(session, have["network"], want, str)
                 found.append(row)
@@ -4959,7 +5207,8 @@ def cmd_run(args: argparse.Namespace) -> int:
     finally:
         if (args.rm_on_exit and may_remove(engine, session, request.tags)
                 and may_lose(engine, session)):
-            remove_session(engine, session)
+            with suppress(Changed):
+                remove_session(engine, session)
 
 
 def converse(request: RunRequest, engine: Engine, session: Session) -> int:
@@ -4986,13 +5235,15 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
+        if status == KILLED:
+            check_stopped(engine, session, status)
         refused = refusals(engine, session, since)
         for line in refused:
             say(line)
         ports = session.created()[0]["ports"] if on_terminal() else []
         for line in unheard_ports(engine, session.name, ports) if ports else ():
             say(line)
-        if request.agent and not request.args.background:
+        if request.agent and not (request.args.background or request.only_tells):
             call_back(request, news(session.name, "error" if status else "end",
                                     refused[-1] if refused else "", status=status))
         if status == 127 and request.agent:  # how a shell says that there is no such program
@@ -5009,6 +5260,7 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if not again:
             if may_remove(engine, session, request.tags) and may_lose(engine, session):
                 remove_session(engine, session)
+                say(f"removed {session.name} with its conversations")
             else:
                 say(f"kept; to come back: {way_back(request, engine, session)}")
             return status
@@ -5043,7 +5295,8 @@ def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
         os._exit(0)
 
 
-MENU = "[y] keep  [n] remove  [1] again  {resume}[x] command  [i] shell"
+MENU = ("[y] keep  [n] remove it and its conversations  [1] again  {resume}[x] command  "
+        "[i] shell")
 
 
 def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
@@ -5124,8 +5377,7 @@ def for_each(args: argparse.Namespace, command: str,
 def cmd_stop(args: argparse.Namespace) -> int:
     def stop(engine: Engine, session: Session) -> None:
         stop_session(engine, session)
-        for id in recorded_terminals(session.name):
-            forget_terminal(session.name, id)
+        forget_terminals(session.name)
 
     return for_each(args, "stop", stop)
 
@@ -5157,7 +5409,11 @@ def cmd_attach(args: argparse.Namespace) -> int:
     keys = KEYS["detachKeys"].default
     with suppress(SandboxError):  # as engines_of() has said
         keys = load_config().get("detachKeys")
-    return join(engine, session, held, keys=keys, typing=typing)
+    if typing and keys:
+        say(f"{shown_keys(keys)} leaves it running")
+    status = join(engine, session, held, keys=keys, typing=typing)
+    say(f"{held.title} has ended with status {status}")
+    return status
 
 
 def join(engine: Engine, session: Session, held: Held, *, keys: str = "", typing: bool = False,
@@ -5211,13 +5467,21 @@ def cmd_logs(args: argparse.Namespace) -> int:
     return 0
 
 
+def plain(output: bytes) -> bytes:
+    """Output without what a terminal would obey: colours go, and the rest is made visible."""
+    import re
+
+    text = re.sub(r"\x1b\[[\d;:]*m|\r(?=\n)", "", output.decode(errors="replace"))
+    return printable(text).encode()
+
+
 def show_job(folder: str, follow: bool) -> None:
     """Print the output of a job, as it comes where it is to be followed."""
     with open(os.path.join(folder, "output"), "rb") as output:
         over = False
         while True:
             if data := output.read(65536):
-                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.write(plain(data) if os.isatty(1) else data)
             elif over or not follow:
                 break
             else:
@@ -5280,13 +5544,13 @@ def cmd_cp(args: argparse.Namespace) -> int:
         raise SandboxError("a path has a control character or a byte that is not UTF-8",
                            "engines would take another one for it")
     if name:
-        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
+        return call(engine.argv("cp", f"{session.name}:{inner}", outer))
     into = [os.path.basename(outer.rstrip("/"))]
     if into == ["."] and os.path.isdir(outer):  # its content
         into = os.listdir(outer)
     elif not in_session(engine, session, ["test", "-d", inner]):
         into = [""]
-    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
+    status = call(engine.argv("cp", outer, f"{session.name}:{inner}"))
     if not status and session.user != "0:0":  # engines make it root's
         copied = [os.path.join(inner, item).rstrip("/") for item in into]
         if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
@@ -5307,13 +5571,14 @@ def split_place(text: str) -> tuple[str, str]:
 
 def cmd_recreate(args: argparse.Namespace) -> int:
     end_on_signals()
-    # A list that is given as '' is emptied.
+    # A list that is given as '' is emptied, and a limit is what it was without having been given.
     emptied: dict[str, Any] = {name: [] for name in KEYS if getattr(args, name, None) == [""]}
-    vars(args).update(emptied)
+    freed = [key.name for key in limits() if getattr(args, key.name) == ""]
+    vars(args).update(emptied | dict.fromkeys(freed))
     flags = flags_layer(args)
     engine, session = find_given(candidates(load_config(flags)), args.session, "recreate")
     flags = Layer({**flags.values, **emptied}, "flags")
-    config, kept, spec = recreation(session, flags, args.profile)
+    config, kept, spec = recreation(session, flags, args.profile, freed)
     if args.allow_engine_socket:
         check_spec(spec)
     else:
@@ -5347,11 +5612,12 @@ def cmd_ps(args: argparse.Namespace) -> int:
         print("".join(f"{row['name']}\n" for row in rows), end="")
     else:
         print_table(rows)
-        for row in rows if os.isatty(1) else ():
-            if row["ports"] and row["state"] == "running":
-                engine = ENGINES[row["runtime"]]()
-                for line in unheard_ports(engine, row["name"], row["ports"]):
-                    say(line)
+        listening = [(row, engine, ask_listeners(engine, row["name"])) for row in rows
+                     if os.isatty(1) and row["ports"] and row["state"] == "running"
+                     for engine in [ENGINES[row["runtime"]]()]]
+        for row, engine, asked in listening:
+            for line in unheard_ports(engine, row["name"], row["ports"], asked):
+                say(line)
     return 0
 
 
@@ -5367,8 +5633,10 @@ def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, st
             asked[row["name"]] = records, ask_terminals(*known)
     for name, (records, output) in asked.items():
         with suppress(EngineProblem):
-            held = [held for held in read_terminals(output) if held.runs]
+            held = read_terminals(output)
             forget_lost(name, records, {terminal.id for terminal in held})
+            note_ended(name, records, held)
+            held = [terminal for terminal in held if terminal.runs]
             running[name] = [{"id": terminal.id, "what": terminal.title,
                               "since": iso_seconds(terminal.started)} for terminal in held]
     return running
@@ -5391,6 +5659,9 @@ def show_session(engines: Sequence[Engine], args: argparse.Namespace) -> int:
         print("".join(f"{row['id']}\n" for row in rows), end="")
     else:
         print_columns(("id", "kind", "state", "status", "started", "ended", "what"), rows)
+        if session.state != "running":
+            say(f"{session.name} is {'stopped' if session.state == 'exited' else session.state}, "
+                f"and nothing runs in it; to start it: sandbox start {session.name}")
         ports = session.created()[0]["ports"] if session.state == "running" else []
         for line in unheard_ports(engine, session.name, ports) if ports else ():
             say(line)
@@ -5465,7 +5736,7 @@ def cmd_prune(args: argparse.Namespace) -> int:
     """Remove what a crash has left: proxies and volumes of no session, half-written files."""
     met, engines = 0, engines_of(args)
     for engine in engines:
-        with suppress(EngineProblem):
+        with suppress(EngineProblem), lock_homes(shared=False):
             prune_engine(engine, args.dry_run, args.copies)
             met += 1
     if not met:
@@ -5483,13 +5754,28 @@ def prune_engine(engine: Engine, dry_run: bool, copies: bool) -> None:
     if left:  # a proxy and a volume are made a moment before their session
         time.sleep(CREATION_SECONDS)
         left = [item for item in leftovers(engine, copies) if item in left]
+    homes = known_homes(engine) if left else {}
     for name, argv in left:
         if not argv:
             say(f"{name} holds work of a session that is gone: sandbox prune --copies removes it")
             continue
         print(name)
+        if name in homes:
+            say(f"{name} is the home of {homes[name]}, whose container is gone")
         if not dry_run:
             Output(argv, LONG_SECONDS).result()
+            forget_lock(name)
+
+
+def known_homes(engine: Engine) -> dict[str, str]:
+    """The names of the sessions that were last seen with a home, by that."""
+    folder = os.path.dirname(memory_path(engine, ""))
+    found = {}
+    for file in os.listdir(folder) if os.path.isdir(folder) else ():
+        name = file.removeprefix(f"{engine.name}-").removesuffix(".json")
+        if known := recall([engine], name):
+            found[known[1].home] = name
+    return found
 
 
 def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
@@ -5566,6 +5852,7 @@ def show_command(args: argparse.Namespace) -> int:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.kept, request.spec, container_user(rootless))
         session = Session(request.name, "running", labels)
+        note_making(session)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
         if request.source and request.source.home:
             calls.append(copy_home_argv(engine, request.source, session.home))
@@ -5967,15 +6254,22 @@ def options_of(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
     of = "run" if command == "config" else command
     keys = {key.name: (key.flags, key.option()) for key in KEYS.values()
             if key.flags and (of in key.of or (of == "recreate" and key.fixed))}
+    if command == "recreate":  # what is not given there stays
+        keys = {name: (flags, option | {"help": option["help"].partition("; default: ")[0]})
+                for name, (flags, option) in keys.items()}
     return keys | {name: (OPTIONS[name][0].split(), OPTIONS[name][1])
                    for name in COMMANDS[command][1].split()}
+
+
+EPILOGS = dict.fromkeys(("run", "config"), "Arguments after -- are passed to the agent.") | {
+    "recreate": "What is not given stays as it is; '' takes a list or a limit away."}
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of one command: building all of them costs more than most commands do."""
     import argparse
 
-    epilog = "Arguments after -- are passed to the agent." if command in ("run", "config") else None
+    epilog = EPILOGS.get(command)
     # Without a width argparse imports shutil to find one.
     columns = os.get_terminal_size(2).columns - 2 if os.isatty(2) else 100
     parser = argparse.ArgumentParser(
@@ -6006,7 +6300,7 @@ def read_plainly(command: str, words: Sequence[str]) -> Any:
     left = iter(words)
     for word in left:
         name, settings = known.get(word, ("", {}))
-        if settings.get("action", "")[:5] == "store":
+        if settings.get("action") in ("store_true", "store_const"):
             values[name] = settings.get("const", True)
             continue
         value = next(left, "-")
@@ -6063,9 +6357,20 @@ def cmd_completion(args: argparse.Namespace) -> int:
 
 
 NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
-# The word that is one, if there is one.
-NAMED_AT = {"net": 3, "attach": 2, "logs": 2, "ps": 2, "recreate": 2, "rename": 2, "log": 2,
-            "diff": 2, "undo": 2, "redo": 2, "merge": 2}
+# How many words that are no options are before one.
+NAMED_AT = {"net": 1, **dict.fromkeys(("attach", "logs", "ps", "recreate", "rename", "log", "diff",
+                                       "undo", "redo", "merge"), 0)}
+
+
+def plain_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """The words that are neither options nor the values of some."""
+    found, is_value = [], False
+    for word in words:
+        action = parser._option_string_actions.get(word)
+        if not (is_value or word.startswith("-")):
+            found.append(word)
+        is_value = not is_value and action is not None and action.nargs != 0
+    return found
 
 
 def complete(words: Sequence[str]) -> list[str]:
@@ -6085,15 +6390,16 @@ def complete(words: Sequence[str]) -> list[str]:
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
     name = before in KEYS["containerName"].flags
-    named = command in NAMED_ALONE or len(words) == NAMED_AT.get(command)
+    given = plain_words(parser, words[1:-1])
+    named = command in NAMED_ALONE or len(given) == NAMED_AT.get(command)
     if name or before == "--from" or named and not words[-1].startswith("-"):
         return [row["name"] for row in list_sessions(engines_of())]
-    if command in ("attach", "logs") and len(words) == 3:
-        jobs = [job["id"] for job in read_jobs(words[1])] if command == "logs" else []
-        return [*recorded_terminals(words[1]), *jobs]
+    if command in ("attach", "logs") and len(given) == 1 and not words[-1].startswith("-"):
+        jobs = [job["id"] for job in read_jobs(given[0])] if command == "logs" else []
+        return [*recorded_terminals(given[0], ended=True), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
         return [f"{row['name']}:" for row in list_sessions(engines_of())]
-    if command in ("diff", "undo") and len(words) > 2 and not words[-1].startswith("-"):
+    if command in ("diff", "undo") and given and not words[-1].startswith("-"):
         return []
     for action in parser._actions:
         if before in action.option_strings and action.nargs != 0:

@@ -34,6 +34,7 @@ READING, WRITING = ("DAC_OVERRIDE",), ("DAC_OVERRIDE", "CHOWN", "FOWNER", "FSETI
 LIMITS = {"memory": "2g", "pids-limit": 64}
 ANSWER_BYTES = 32 << 20
 REQUEST_BYTES = 32 << 10  # with the program it must fit into a pipe
+SILENT_SECONDS = 3  # after which a person is told what is waited for
 LACKING_STATUS, TURNED_STATUS = 96, 97
 # Ends by itself where nobody is left to end it. The first process of a container ignores a signal
 # without a handler.
@@ -66,6 +67,8 @@ def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
     session's copy, or with `origin` about the directory that this was made of.
     """
     spec, _ = session.created()
+    if not session.is_ours:  # then its labels name neither what is mounted nor what runs there
+        raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes")
     source = spec["sources"][0] if spec.get("sources") else sandbox.resolved(spec["directory"])
     source = source if origin or not session.copy else session.copy
     bind = (source, WORK_DIRECTORY, "" if writable else "ro")
@@ -76,6 +79,13 @@ def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
         labels={"sandbox.shadow": session.store}, limits=LIMITS,
         capabilities=WRITING if writable else READING, binds=[bind],
         volumes=[f"{session.store}:{STORE_DIRECTORY}"])
+
+
+class Client(Output):
+    """A client that would wait for its container where it is only asked to end."""
+
+    def end(self, number: int) -> None:
+        super().end(9)
 
 
 class Asked:
@@ -93,7 +103,7 @@ class Asked:
             raise SandboxError("these are too many paths", "name a directory that holds them")
         program = zlib.compress(sandbox.asset("image/shadow.py"), 9)
         argv = shadow_argv(engine, session, self.name, verb, writable, origin)
-        self.output = Output(argv, LONG_SECONDS,
+        self.output = Client(argv, LONG_SECONDS,
                              stdin=b"%d\n%s%s" % (len(program), program, text))
 
     def answer(self) -> dict[str, Any]:
@@ -113,6 +123,18 @@ class Asked:
         if status or "error" in answer:
             raise Refused(answer)
         return answer
+
+    def is_slow(self) -> bool:
+        """Whether there is no answer after a moment."""
+        import select
+
+        answers = select.poll()
+        answers.register(self.output.out, select.POLLIN)
+        try:
+            return not answers.poll(SILENT_SECONDS * 1000)
+        except BaseException:
+            self.end()
+            raise
 
     def failure(self, status: int, err: str) -> SandboxError:
         """Why there is no answer."""
@@ -152,7 +174,6 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
-SILENT_SECONDS = 3  # after which a person is told what is waited for
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
 # that it begins.
 WAIT = """n=0
@@ -190,6 +211,7 @@ class Turn:
         self.about, self.bounds = dict(about), dict(bounds)
         self.asked: Asked | None = None
         self.watched = self.watcher = -1
+        self.begun = False
         self.lasts = False  # what runs in it goes on without us
         self.changes: dict[str, Any] | None = None  # see summary()
 
@@ -204,18 +226,15 @@ class Turn:
 
     def begin(self) -> None:
         """Have the first snapshot. Raises SandboxError."""
-        import select
-
         try:
             if not self.asked:
                 self.start()
             assert self.asked
-            answers = select.poll()
-            answers.register(self.asked.output.out, select.POLLIN)
-            if not answers.poll(SILENT_SECONDS * 1000):
+            if self.asked.is_slow():
                 spec, _ = self.session.created()
                 sandbox.say(f"taking a snapshot of {spec['directory']}")
             self.asked.answer()
+            self.begun = True
         except SandboxError as error:
             if self.must:
                 raise SandboxError(f"nothing was started, for no snapshot could be taken: "
@@ -236,18 +255,13 @@ class Turn:
         if known and known[1].store == self.session.store:  # else it was removed meanwhile
             ended = sandbox.iso_seconds(time.time())
             request = {**self.bounds, "end": self.about["id"], "ended": ended}
-            try:
-                answer = ask_shadow(self.engine, self.session, "snapshot", request)
-                self.changes = summary(answer.get("turn"))
-            except Refused:
-                if self.must:  # else there may have been no beginning
-                    raise
+            answer = ask_shadow(self.engine, self.session, "snapshot", request)
+            self.changes = summary(answer.get("turn"))
 
     def __enter__(self) -> Turn:
         if not self.asked:
             self.start()
         watched, self.watched = os.pipe()
-        os.set_inheritable(self.watched, False)
         self.watcher = self.watch(watched)
         os.close(watched)
         try:
@@ -258,8 +272,8 @@ class Turn:
         return self
 
     def __exit__(self, kind: object, error: object, _: object) -> None:
-        if self.lasts or isinstance(error, sandbox.Left):
-            self.release(b"")
+        if self.lasts or not self.begun or isinstance(error, sandbox.Left):
+            self.release(b"" if self.begun else b"never begun")
             return
         word = b""
         try:
@@ -386,7 +400,8 @@ FILE = {"path": str, "status": str, "oldMode": str | None, "newMode": str | None
         "size": int | None, "binary": bool, "added": int, "deleted": int, "risk": list}
 TURN = {"id": str, "kind": str, "tree": str, "what": str | None, "command": str | None,
         "when": str | None, "after": str | None, "files": int | None, "added": int | None,
-        "deleted": int | None, "risky": int | None, "turns": list | None, "undone": bool | None}
+        "deleted": int | None, "risky": int | None, "turns": list | None, "undone": bool | None,
+        "paths": list | None}
 
 
 def rows_of(answer: Mapping[str, Any], key: str, shape: Mapping[str, Any]) -> list[Row]:
@@ -560,11 +575,12 @@ def turns_of(engine: Engine, session: Session) -> list[Row]:
 
 
 def what_of(turn: Row) -> str:
-    """An agent and its prompt or command, or which turns were undone."""
+    """An agent and its prompt or command, or which turns were undone, and where."""
     lines = (turn["command"] or "").strip().split("\n")
     text = ": ".join(filter(None, (turn["what"], lines[0])))
     if turn["kind"] != "turn":
-        text = " ".join([turn["kind"], *map(str, turn["turns"] or ())])
+        text = " ".join([turn["kind"], *map(str, turn["turns"] or ()),
+                         *filter(None, map(str, turn["paths"] or ()))])
     return text if len(text) <= WHAT_CHARS else f"{text[:WHAT_CHARS - 1]}…"
 
 
@@ -612,7 +628,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
     first = turn or left[-1]
     runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
     if runs and not (args.dry_run or args.in_use):
-        question = f"{runs[-1]} still runs. Undo what it has done so far? [y/N] "
+        question = f"{sandbox.one_line(runs[-1])} still runs. Undo what it has done so far? [y/N] "
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
@@ -745,6 +761,8 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     admin = sandbox.linked_admin(directory)[1]
     common = os.path.dirname(os.path.dirname(admin)) if admin else f"{directory}/.git"
     found = {"branch": branch, "count": 0, "problem": ""}
+    if os.path.isdir(f"{common}/reftable"):
+        return found | {"problem": f"{common} has another format than git's files of refs"}
     folders = (common, f"{common}/objects", f"{common}/refs", f"{common}/refs/heads")
     if not all(os.path.isdir(folder) and os.path.realpath(folder) == folder for folder in folders):
         return found
@@ -782,6 +800,8 @@ def checked_out(common: str) -> set[str]:
 
 def unmerged(engine: Engine, session: Session) -> str:
     """What a copy holds that its directory does not have, in words; '' for nothing."""
+    if not session.is_ours:
+        return ""
     try:
         answer = merge_copy(engine, session, dry=True)
     except SandboxError as error:

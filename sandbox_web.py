@@ -17,22 +17,22 @@ Files: ~/.sandbox/jobs/, ~/.sandbox/sessions/<session>.json (settings), ~/.sandb
 
 All that it uses of sandbox.py (a test compares this list with the code):
 
-    errors: SandboxError EngineProblem BrokenSession NotASession FileError nearest
+    errors: SandboxError EngineProblem BrokenSession Changed NotASession FileError nearest
     data: parse_json read_json is_exact is_plain a_name random_id printable one_line quote_all
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
-        read_settings write_settings lock_settings AGENTS options_of
+        read_settings write_settings lock_settings lock_homes AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
         recreate_session start_session stop_session remove_session users_of recall has_ended
-        forget_files
-        generated_name spec_of check_spec check_mounts differences git_of
+        forget_files generated_name spec_of check_spec check_mounts differences git_of
+        check_removed check_stopped KILLED rename_session duplicate_home settings_beside
     network: network_of set_rules change_rules decision_of kept_decisions
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
         wanted_turn
     terminals: hold_argv attach_argv hold_environ frame Frames numbers_of Held list_terminals
         record_terminal forget_terminal recorded_terminals title_of agent_of cannot_hold
-        is_unheld forget_lost
+        is_unheld forget_lost forget_terminals end_client
     processes: spawn wait_for Output end_on_signals
     people: say report Step Remedy with_remedies install_commands news notify
 """
@@ -93,7 +93,7 @@ CONNECTIONS = 600  # with more than these, one has to end
 SPARE_CONNECTIONS = 50  # room beyond that, for those that are just ending
 CONNECTIONS_TRIMMED = 20  # after so many have gone, the memory that they took is given back
 ROOM_SECONDS = 2  # how long a new connection waits for one that was told to make room
-STACK_BYTES = 256 * 1024
+STACK_BYTES = 1024 * 1024  # glibc keeps 40 MB of the stacks that were used, with what they hold
 LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
@@ -110,6 +110,8 @@ CHUNK_BYTES = 64 * 1024
 RING_BYTES = WINDOW_BYTES = 1024 * 1024
 MESSAGE_BYTES = 1024 * 1024
 STALL_SECONDS = 5  # a viewer that takes nothing for so long no longer holds the program up
+FLOOD_BYTES, FLOOD_SECONDS = 8192, 0.2  # at once, after which output counts as a flood for so long
+REST_SECONDS = 0.004  # between two pieces of a flood, for each other one
 PING_SECONDS = 30  # the kernel ends a connection whose other end is gone, however slow it was
 LINGER_SECONDS = 3600  # an ended terminal waits so long for somebody to see its end
 TERMINALS = 100
@@ -117,7 +119,6 @@ LAST_POSITION = 1 << 53  # what JavaScript counts exactly
 STDERR_BYTES = 4096  # of an engine's client that fails
 CUTS = 5  # of a holder's clients, each within a second, before its terminal is given up
 STOP_SECONDS = 15
-DETACH_SECONDS = 2  # for an engine's client to end after its input has
 WEBSOCKETS_MAJOR = 13  # the oldest websockets that works
 KEPT_NEWS = 500
 LAST_WORDS_BYTES = 256 * 1024  # of a turn's output, in which its answer is looked for
@@ -165,7 +166,7 @@ def as_web_error(error: Exception) -> WebError:
         code = {"missing": "not_found", "nothing": "conflict"}.get(getattr(error, "kind", ""), code)
         if isinstance(error, EngineProblem):
             code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
-        elif isinstance(error, sandbox.BrokenSession):
+        elif isinstance(error, sandbox.BrokenSession | sandbox.Changed):
             code = "conflict"
         elif isinstance(error, sandbox.NotASession):
             code = "not_found"
@@ -1095,7 +1096,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, workspace=str, **dict.fromkeys(SETTINGS, object))
+                  image=str, **dict.fromkeys(["workspace", *SETTINGS], object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
@@ -1113,29 +1114,38 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     name = config.get("containerName") or sandbox.generated_name(directory)
     engines = sandbox.candidates(config)
     with CREATION_LOCK:  # of two clients that want one name the second gets the message
-        try:
-            taken = sandbox.find_session(engines, name)[1]
-        except sandbox.NotASession as error:
-            raise WebError("conflict", error.message, "choose another name") from None
-        if taken:
-            raise WebError("conflict", f"there is a session {name} already", "choose another name")
+        check_free(engines, name)
         return create(app, engines, name, config, flags, settings)
 
 
 CREATION_LOCK = threading.Lock()
 
 
+def check_free(engines: Sequence[Engine], name: str) -> None:
+    """Raise WebError where a container has a name."""
+    try:
+        taken = sandbox.find_session(engines, name)[1]
+    except sandbox.NotASession as error:
+        raise WebError("conflict", error.message, "choose another name") from None
+    if taken:
+        raise WebError("conflict", f"there is a session {name} already", "choose another name")
+
+
 def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags: Layer,
-           settings: dict[str, Any]) -> Answer:
-    """Create the container and its settings."""
-    spec = sandbox.spec_of(config)
+           settings: dict[str, Any], source: Session | None = None) -> Answer:
+    """Create the container and its settings; of a duplicate the home is copied."""
+    spec, home = sandbox.spec_of(config), ""
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
     sandbox.forget_files(name)  # left of a session that was removed behind our back
     sandbox.write_settings(name, settings)
     try:
-        engine, session = sandbox.create_session(engines, name, config, flags, spec)
+        with sandbox.lock_homes():
+            if source:
+                home = sandbox.duplicate_home(engines[0], source, config, spec)
+            engine, session = sandbox.create_session(engines, name, config, flags, spec, home,
+                                                     source)
     except BaseException:
         sandbox.forget_files(name)
         raise
@@ -1159,12 +1169,47 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     with as_request_error():
         sandbox.check_recreation(session, spec)
     sandbox.present_image(engine, config)  # before anything goes
-    app.terminals.close_all(session.name)
+    app.terminals.close_all(session.name, "created anew")
     try:
         session = sandbox.recreate_session(engine, session, config, kept, spec)
     finally:
         app.sessions.expire()
     return finish_start(app, engine, session)
+
+
+def new_name(request: Request) -> str:
+    """The name that a request asks for, '' for none. Raises WebError."""
+    name = str(fields(request.json(), name=str).get("name", ""))
+    try:
+        return sandbox.a_name(name) if name else ""
+    except ValueError as error:
+        raise WebError("bad_request", f"name: {error}") from None
+
+
+def post_rename(app: App, request: Request, params: Params) -> Answer:
+    """Give a session another name; what runs in it goes on, and pages stay on its terminals."""
+    engine, session = find(params["session"])
+    name, terminals = new_name(request), app.terminals.of(session.name)
+    if not name:
+        raise WebError("bad_request", "the name is missing")
+    check_free([engine], name)
+    sandbox.rename_session(engine, session, name)
+    for terminal in terminals.values():
+        terminal.session.name = name
+    app.sessions.expire()
+    return json_answer(session_data(find(name)[1], engine))
+
+
+def post_duplicate(app: App, request: Request, params: Params) -> Answer:
+    """Create a session like another one, with a copy of its home; ports are its own."""
+    engine, source = find(params["session"])
+    flags = Layer({"ports": []}, "request")
+    config, kept, _ = sandbox.recreation(source, flags)
+    name = new_name(request) or sandbox.generated_name(config.get("hostPath"))
+    with CREATION_LOCK:
+        check_free([engine], name)
+        return create(app, [engine], name, config, kept, sandbox.settings_beside(source, flags),
+                      source)
 
 
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
@@ -1191,8 +1236,9 @@ def delete_session(app: App, request: Request, params: Params) -> Answer:
     for folder in list(ENDED_JOBS):
         if folder.startswith(job_folder(session.name) + "/"):
             ENDED_JOBS.pop(folder, None)
+    app.changes.logs.pop(session.name, None)
     app.sessions.expire()
-    app.terminals.close_all(session.name)
+    app.terminals.close_all(session.name, "removed")
     return json_answer({"ok": True})
 
 
@@ -1208,7 +1254,7 @@ def post_start(app: App, _request: Request, params: Params) -> Answer:
 def post_stop(app: App, _request: Request, params: Params) -> Answer:
     engine, session = find(params["session"])
     sandbox.stop_session(engine, session)
-    app.terminals.forget(session.name)
+    sandbox.forget_terminals(session.name)
     app.sessions.expire()
     return json_answer(session_data(session, engine))
 
@@ -1811,8 +1857,8 @@ def cancel(engine: Engine, session: Session, folder: str, tag: str, gently: bool
 
 
 # --- Changes ---
-# What turns have changed: the answers of static/image/shadow.py, for each of which a container
-# starts: the log is kept for a moment, and until a job has begun or ended or something was undone.
+# What turns have changed: the answers of static/image/shadow.py. A container starts for each, so
+# the log is kept for a moment, unless a job has begun or ended, or something was undone.
 
 
 class Changes:
@@ -1836,13 +1882,27 @@ class Changes:
             state = [session.id, *((job["id"], job["state"]) for job in jobs)]
             if (not kept or kept[0] != state or time.monotonic() - kept[1] > LOG_SECONDS
                     or (anew and kept is asked)):
-                from sandbox_changes import mark_overlaps
+                from sandbox_changes import turns_of
 
-                answer = ask_shadow(engine, session, "log", {})
-                mark_overlaps(answer["turns"])
-                kept = state, time.monotonic(), {**answer, "read": iso(time.time())}
-                self.logs[session.name] = kept
+                session.created()  # raises where its labels are not whole
+                read = {"turns": turns_of(engine, session), "read": iso(time.time())}
+                kept = self.logs[session.name] = state, time.monotonic(), read
             return kept[2]
+
+    def ask(self, engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
+            writable: bool = False) -> Answer:
+        """What the shadow answers about a turn. Raises SandboxError."""
+        import sandbox_changes
+
+        session.created()  # raises where its labels are not whole
+        known = self.log(engine, session, False)["turns"] if session.copy else []
+        tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
+        bounds = sandbox_changes.bounds(sandbox.session_config(session))
+        request = {**bounds, "when": iso(time.time()), "tree": tree, **request}
+        if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
+            raise WebError("too_large", "these are too many paths", "name directories")
+        return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
+                                                         tree != "main"))
 
     @contextmanager
     def alone(self, session: Session) -> Iterator[None]:
@@ -1857,17 +1917,6 @@ class Changes:
         finally:
             self.undoing.discard(session.name)
             self.logs.pop(session.name, None)
-
-
-def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
-               writable: bool = False) -> dict[str, Any]:
-    """The shadow's answer. Raises SandboxError."""
-    import sandbox_changes
-
-    session.created()  # raises where its labels are not whole
-    bounds = sandbox_changes.bounds(sandbox.session_config(session))
-    request = {**bounds, "when": iso(time.time()), **request}
-    return dict(sandbox_changes.ask_shadow(engine, session, verb, request, writable))
 
 
 def changes_answer(data: object) -> Answer:
@@ -1892,22 +1941,22 @@ def get_changes(app: App, request: Request, params: Params) -> Answer:
     return changes_answer(app.changes.log(*find(params["session"]), again == 1))
 
 
-def get_diff(_app: App, request: Request, params: Params) -> Answer:
+def get_diff(app: App, request: Request, params: Params) -> Answer:
     """The files of a turn, or of all; ?path= is of one, ?patch=1 with their patches."""
     query = request.query
     wanted = {"turn": query.get("turn", ""), "patch": request.number("patch", 0, 0, 1) == 1,
               "paths": [a_path(query["path"])] if "path" in query else []}
-    return changes_answer(ask_shadow(*find(params["session"]), "diff", wanted))
+    return app.changes.ask(*find(params["session"]), "diff", wanted)
 
 
 def change_route(verb: str) -> Callable[[App, Request, Params], Answer]:
     """A route that undoes or does again."""
     def post(app: App, request: Request, params: Params) -> Answer:
-        data = fields(request.json(), turn=str, only=bool, paths=list, dry=bool)
+        data = {"turn": "", **fields(request.json(), turn=str, only=bool, paths=list, dry=bool)}
         data["paths"] = [a_path(path) for path in data.get("paths", [])]
         engine, session = find(params["session"])
         with app.changes.alone(session):
-            return changes_answer(ask_shadow(engine, session, verb, data, not data.get("dry")))
+            return app.changes.ask(engine, session, verb, data, not data.get("dry"))
 
     return post
 
@@ -1985,7 +2034,17 @@ class News:
             event = self.waiting.pop(key, None)
             if event:
                 self.waiting[key] = None
+            elif not any(session == key[0] for session, _ in self.waiting):
+                self.turns.pop(key[0], None)  # nobody calls for it any more
             return event
+
+    def leave(self) -> None:
+        """End what reads refusals, now that the server ends."""
+        with self.lock:
+            for pid in self.readers.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            self.readers.clear()
 
     # Turns.
 
@@ -2316,7 +2375,9 @@ class Terminal:
         self.arriving: deque[Viewer] = deque()
         self.status: int | None = None
         self.ended = self.closing = False
+        self.reason = ""  # why it has ended, where that is not by itself
         self.cuts = 0  # of clients, one soon after the other
+        self.flooding = self.resting = 0.0  # until when it counts as a flood, and reads nothing
         self.end_seen = 0.0  # when a viewer was last told of the end
         self.thread = threading.Thread(target=self.pump, daemon=True)
         self.wake_read, self.wake_write = os.pipe()
@@ -2508,7 +2569,7 @@ class Terminal:
         poller = select.poll()
         poller.register(self.wake_read, select.POLLIN)
         if not self.ended:
-            reads = select.POLLIN if self.may_read() else 0
+            reads = select.POLLIN if self.may_read() and not self.rest_seconds() else 0
             writes = select.POLLOUT if self.input and (self.greeted or not self.held) else 0
             if self.held:
                 for fd, mask in ((self.out, reads), (self.master, writes), (self.err, 1)):
@@ -2532,7 +2593,23 @@ class Terminal:
         """Seconds until something may have to be done without an event."""
         if self.ended:
             return 1.0 if self.viewers else 60.0
-        return float(PING_SECONDS if self.may_read() and not self.arriving else 1)
+        most = PING_SECONDS if self.may_read() and not self.arriving else 1
+        return self.rest_seconds() or float(most)
+
+    def rest_seconds(self) -> float:
+        """How long to leave the output where it is.
+
+        Several floods together go on at some 10 MB/s, faster than anybody reads: at full speed they
+        would take all processors, and what is typed in another terminal would wait for them.
+        """
+        return max(0.0, self.resting - time.monotonic())
+
+    def rest(self) -> None:
+        """After a piece of a flood: the longer, the more there are."""
+        now = time.monotonic()
+        self.flooding = now + FLOOD_SECONDS
+        others = sum(terminal.flooding > now for terminal in self.app.terminals.all()) - 1
+        self.resting = now + REST_SECONDS * others
 
     def is_ready(self) -> bool:
         """Whether the ring has what the holder had kept when it greeted us; else a viewer waits."""
@@ -2555,6 +2632,8 @@ class Terminal:
         except (OSError, ValueError):  # EIO: nobody has the other end open any more
             over = True
         if size:
+            if size >= FLOOD_BYTES:
+                self.rest()
             for viewer in self.viewers:
                 self.flush(viewer)
             new = self.ring.end - max(before, self.awaited, self.ring.first)
@@ -2626,7 +2705,7 @@ class Terminal:
         self.cuts = self.cuts + 1 if time.monotonic() - self.attached < 1 else 0
         typed = bytes(self.input)
         self.close_client()
-        status = end_client(self.pid)
+        status = sandbox.end_client(self.pid)
         try:
             if self.held and self.refused and self.is_new and not self.closing:
                 sandbox.cannot_hold(self.session, self.id, self.refused, status)
@@ -2643,6 +2722,8 @@ class Terminal:
                 return
         except (OSError, SandboxError) as error:
             self.failure = str(error).encode()
+        if not (self.told or self.closing) and (self.held or status == sandbox.KILLED):
+            self.look_why(status)
         if not self.held:
             self.status = status
         elif self.is_new and not (self.told or self.greeted):
@@ -2650,11 +2731,19 @@ class Terminal:
             self.status = status
         self.end()
 
+    def look_why(self, status: int) -> None:
+        """Find out whether the session has ended, and not this program alone."""
+        try:
+            sandbox.check_removed(self.engine, self.session, status)
+            sandbox.check_stopped(self.engine, self.session, status)
+        except SandboxError as error:
+            self.reason = self.reason or error.message
+
     def discard(self) -> None:
         """End what was started and is not to be: its container is not what it was."""
         self.hang_up()
         self.close_client()
-        end_client(self.pid)
+        sandbox.end_client(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
 
     def close_client(self) -> None:
@@ -2798,7 +2887,7 @@ class Terminal:
         now = time.monotonic()
         for viewer in list(self.viewers):
             if self.ended and viewer.open and viewer.sent == self.ring.end:
-                viewer.control(type="exit", status=self.status)
+                viewer.control(type="exit", status=self.status, reason=self.reason)
                 viewer.protocol.send_close(1000)
                 viewer.push()
                 if not self.end_seen:
@@ -2836,19 +2925,9 @@ class Terminal:
             if not self.held:  # the engine leaves its program running, where nobody can come back
                 self.hang_up()
             self.close_client()
-            end_client(self.pid)
+            sandbox.end_client(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
         del self.calls  # which refers to us: only a garbage collection would free the two
-
-
-def end_client(pid: int) -> int:
-    """The status of an engine's client whose input has ended; killed where it stays."""
-    deadline = time.monotonic() + DETACH_SECONDS
-    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-    return sandbox.wait_for(pid)
 
 
 def whole_number(value: object, low: int, high: int) -> int:
@@ -2978,21 +3057,17 @@ class Terminals:
                 sandbox.signal_tagged(engine, session, row["tag"], "HUP", 2)
         self.write_down()
 
-    def close_all(self, session: str) -> None:
-        """Hang up all terminals of a session, and wait for that."""
-        self.forget(session)
+    def close_all(self, session: str, how: str) -> None:
+        """Hang up all terminals of a session, which was removed or the like, and wait for that."""
+        sandbox.forget_terminals(session)
+        for terminal in self.of(session).values():
+            terminal.reason = f"the session {session} was {how}"
         threads = [threading.Thread(target=terminal.hang_up, daemon=True)
                    for terminal in self.of(session).values()]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(STOP_SECONDS)
-
-    @staticmethod
-    def forget(session: str) -> None:
-        """Forget what was recorded: its container has stopped."""
-        for id in sandbox.recorded_terminals(session):
-            sandbox.forget_terminal(session, id)
 
     def leave(self) -> None:
         """Detach from all of them, now that the server ends."""
@@ -3012,7 +3087,7 @@ def run_of(session: Session, title: str) -> str:
 
 def held_terminals(name: str) -> tuple[Session | None, list[sandbox.Held]]:
     """A session, and its terminals that run, or whose end nobody has seen; lost records go."""
-    records = sandbox.recorded_terminals(name)
+    records = sandbox.recorded_terminals(name, ended=True)
     if not records:
         return None, []
     engine, session = find(name)
@@ -3027,6 +3102,8 @@ def get_terminals(app: App, _request: Request, params: Params) -> Answer:
     name = params["session"]
     rows = {id: terminal.data() for id, terminal in app.terminals.of(name).items()}
     session, held = held_terminals(name)
+    if not (rows or session or any(row["name"] == name for row in app.sessions.list())):
+        find(name)  # raises, unless it is new
     for row in held:
         clients = max(0, row.clients or 0)
         if row.id in rows:
@@ -3120,6 +3197,8 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", SESSION + "/start", post_start),
     ("POST", SESSION + "/stop", post_stop),
     ("POST", SESSION + "/recreate", post_recreate),
+    ("POST", SESSION + "/rename", post_rename),
+    ("POST", SESSION + "/duplicate", post_duplicate),
     ("GET", SESSION + "/settings", get_settings),
     ("PUT", SESSION + "/settings", put_settings),
     ("GET", SESSION + "/network", get_network),
@@ -3451,6 +3530,7 @@ def run_server(address: tuple[str, int], config: Config, tls: ssl.SSLContext | N
     app.stopping = True
     app.server_close()
     app.terminals.leave()
+    app.news.leave()
     with suppress(OSError):
         lock.write({"pid": os.getpid(), "background": record["background"]})
     return status

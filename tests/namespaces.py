@@ -96,6 +96,10 @@ class Namespaces(Engine):
                  volumes: Sequence[str] = ()) -> list[str]:
         return self.argv("try", network, json.dumps([*map(place_of, volumes)]), *command)
 
+    def closed_argv(self, name: str, image: str, command: Sequence[str], *,
+                    volumes: Sequence[str] = (), **_: Any) -> list[str]:
+        return self.try_argv(image, command, "none", volumes)
+
 
 def place_of(volume: str) -> tuple[str, str, str]:
     """A volume as a bind: it is a folder."""

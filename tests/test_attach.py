@@ -578,12 +578,96 @@ def test_ps_asks_only_where_something_was_started(engine: Engine, home: Path, pr
     assert engine.sandbox("ps", env=traced).stderr.count(" exec ") == 1
 
 
+def test_those_inside_are_told_that_it_was_stopped(engine: Engine, project: Path,
+                                                   name: str) -> None:
+    stopped = f"the session {name} was stopped, and what ran in it has ended"
+    assert engine.sandbox("run", "-n", name, "-x", "true").returncode == 0
+    with (engine.popen("run", "-n", name, "-x", "echo at work; sleep 98765; :") as script,
+          engine.pty("run", "-n", name, "-x", "echo held; sleep 98764; :") as person):
+        assert script.stdout and script.stdout.readline() == "at work\n"
+        person.expect("held")
+        with engine.pty("attach", name) as attached:
+            attached.expect("Ctrl-\\ d leaves it running")
+            attached.expect("held")
+            assert engine.sandbox("stop", name).returncode == 0
+            for other in (person, attached):
+                other.expect(stopped)
+                other.expect(f"sandbox start {name}")
+                assert other.wait() in (137, *sandbox.ENGINE_STATUS)
+        assert stopped in script.communicate(timeout=30)[1] and script.returncode == 137
+    shown = engine.sandbox("ps", name)
+    assert f"{name} is stopped, and nothing runs in it" in shown.stderr
+    assert (name, "true") not in [(row["id"], row["what"]) for row in rows(engine, name)]
+
+
+def test_attach_says_how_it_ended(engine: Engine, project: Path, name: str) -> None:
+    begin(engine, name, "echo held; read -r word; exit 7")
+    with engine.pty("attach", name) as attached:
+        attached.expect("held")
+        attached.send("it\n")
+        attached.expect("echo held; read -r word; exit 7 has ended with status 7")
+        assert attached.wait() == 7
+
+
+def test_one_session_that_hangs_hides_no_other(engine: Engine, project: Path, home: Path,
+                                               name: str) -> None:
+    hangs, answers = f"{name}-a", f"{name}-b"
+    for one in (hangs, answers):
+        begin(engine, one, "sleep 98765; :")
+    hang = "python=$(command -v python3); rm $python; printf '#!/bin/sh\nsleep 98764' >$python"
+    assert engine.run("exec", hangs, "sh", "-c", f"{hang}; chmod +x $python").returncode == 0
+    found = {row["name"]: row["running"] for row in
+             json.loads(engine.sandbox("ps", "--json").stdout)}
+    assert found[hangs] == [] and [row["what"] for row in found[answers]] == ["sleep 98765; :"]
+
+
+def test_an_answer_that_came_in_time_is_read_later() -> None:
+    asked = [sandbox.Output(["sh", "-c", script], seconds)
+             for script, seconds in (("sleep 60", 0.5), ("seq 1000", 0.5), ("yes", 0.5))]
+    with pytest.raises(sandbox.EngineProblem, match="did not answer"):
+        asked[0].result()
+    assert asked[1].result()[1].split()[-1] == "1000"
+    with pytest.raises(sandbox.EngineProblem, match="did not answer"):
+        asked[2].result()
+
+
+def test_what_ps_has_seen_end_is_asked_no_more_and_shown_once(
+    service: Service, engine: Engine, name: str, project: Path
+) -> None:
+    service.post("/api/sessions", {"name": name, "directory": str(project)})
+    id = begin(engine, name, "true")
+    wait_for(lambda: states(engine, name) == ["ended"])
+    traced = {"SANDBOX_TRACE": "1"}
+    assert " exec " in engine.sandbox("ps", env=traced).stderr
+    assert " exec " not in engine.sandbox("ps", env=traced).stderr
+    (row,) = service.get(f"/api/sessions/{name}/terminals").json
+    assert (row["id"], row["ended"], row["exit"]) == (id, True, 0)
+    with service.terminal(name, f"id={id}") as screen:
+        screen.message("exit")
+    wait_for(lambda: service.get(f"/api/sessions/{name}/terminals").json == [])
+
+
+def test_records_of_terminals_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SANDBOX_HOME", str(tmp_path))
+    for number in range(3 * sandbox.LISTED):
+        sandbox.record_terminal("shop", f"{number:010}", "true")
+    left = sandbox.recorded_terminals("shop")
+    assert sandbox.LISTED <= len(left) <= 2 * sandbox.LISTED
+    assert f"{3 * sandbox.LISTED - 1:010}" in left and f"{0:010}" not in left
+
+
 def test_logs_of_terminals_and_jobs(service: Service, engine: Engine, name: str,
                                     project: Path) -> None:
     service.post("/api/sessions", {"name": name, "directory": str(project)})
     job = service.post(f"/api/sessions/{name}/command", {"command": "echo by the job"}).json["id"]
     wait_for(lambda: service.get(f"/api/sessions/{name}/jobs/{job}").json["state"] == "ended")
     assert engine.sandbox("logs", name).stdout == "by the job\n"
+    odd = "printf '\\033]52;c;AAAA\\007\\033[1mbold\\033[m\\n'"
+    odd_id = service.post(f"/api/sessions/{name}/command", {"command": odd}).json["id"]
+    wait_for(lambda: service.get(f"/api/sessions/{name}/jobs/{odd_id}").json["state"] == "ended")
+    assert engine.sandbox("logs", name).stdout == "\33]52;c;AAAA\7\33[1mbold\33[m\n"
+    with engine.pty("logs", name) as terminal:
+        assert terminal.wait() == 0 and terminal.output == "?]52;c;AAAA?bold\r\n"
     id = begin(engine, name, "echo on a terminal; read -r word; echo got $word")
     assert engine.sandbox("logs", name).stdout == "on a terminal\n"
     assert engine.sandbox("logs", name, job).stdout == "by the job\n"
@@ -595,7 +679,7 @@ def test_logs_of_terminals_and_jobs(service: Service, engine: Engine, name: str,
         assert terminal.wait() == 0
     assert following.stdout.read().endswith("got it\n") and following.wait(30) == 0
     assert [(row["id"], row["kind"]) for row in rows(engine, name)] == [
-        (job, "command"), (id, "terminal")]
+        (job, "command"), (odd_id, "command"), (id, "terminal")]
     words = engine.sandbox("__complete", "logs", name, "").stdout.split()
     assert job in words
     assert name in engine.sandbox("__complete", "attach", "").stdout.split()

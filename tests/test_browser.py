@@ -78,7 +78,7 @@ def open_screen(page: Page, service: Service, session: str, screen: str) -> None
     page.call("Page.navigate", url="about:blank")
     page.goto(f"http://{service.address}/#/s/{session}/{screen}")
     page.wait(f"document.querySelector('.screen[data-screen={screen}]')?.children.length > 1 || "
-              f"document.querySelector('.settings, .network')")
+              f"document.querySelector('.settings, .network, .change, .blank')")
 
 
 def open_terminal(page: Page, service: Service, session: str) -> None:
@@ -864,6 +864,22 @@ def test_settings_are_in_force_at_the_next_command(page: Page, service: Service,
     page.click("input[value=none]")
     page.click(".settings button[type=submit]")
     page.see("Settings saved", "#toasts")
+
+
+def test_a_session_is_renamed_and_duplicated(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    open_screen(page, service, name, "settings")
+    field = ".settings [aria-label='Another name']"
+    page.wait(f"document.querySelector({field!r})")
+    for wanted, button in ((f"{name}-b", "Rename"), (f"{name}-c", "Duplicate")):
+        page.wait(f"document.querySelector({field!r})?.value !== {wanted!r}")
+        page.eval(f"document.querySelector({field!r}).value = {wanted!r}")
+        page.eval("[...document.querySelectorAll('.settings button')]"
+                      f".find((b) => b.textContent === {button!r}).click()")
+        page.wait(f"location.hash.includes({wanted!r}) && "
+                  f"document.querySelector({field!r})?.value === {wanted!r}")
+    names = {row["name"] for row in service.get("/api/sessions").json}
+    assert {f"{name}-b", f"{name}-c"} <= names and name not in names
 
 
 def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, service: Service,

@@ -196,11 +196,17 @@ def test_turns_at_once_are_marked(turns: Turns) -> None:
 # --- Who takes the last snapshot ---
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["detached", "killed"])
-def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, killed: bool) -> None:
+@pytest.mark.parametrize("how", ["detached", "left", "killed"])
+def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: str) -> None:
     wait = "until [ -e go ]; do sleep 0.1; done; echo x >made"
     turns.run("-x", "true")
-    if killed:
+    if how == "left":
+        with turns.engine.pty("run", "-n", turns.name, "--checkpoint", "-x",
+                              f"echo x >began; {wait}") as terminal:
+            wait_for((turns.project / "began").exists)
+            terminal.send("\x1cd")
+            assert terminal.wait() == 0
+    elif how == "killed":
         client = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x",
                                     f"echo x >began; {wait}")
         wait_for((turns.project / "began").exists)
@@ -326,17 +332,23 @@ def test_killed_at_any_moment_nothing_is_lost(turns: Turns) -> None:
 
 
 def test_ctrl_c_leaves_no_container(turns: Turns) -> None:
-    turns.run("-x", "true")
-    for number in range(20_000):
-        if number % 100 == 0:
-            (turns.project / f"{number}").mkdir()
-        (turns.project / f"{number // 100 * 100}" / f"{number}").write_text(f"{number}")
-    client = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x", "echo x >made")
-    wait_for(turns.containers)
-    client.send_signal(signal.SIGINT)
-    assert client.wait(60) == 130
-    wait_for(lambda: not turns.containers())
-    assert not (turns.project / "made").exists()
+    """Also of a snapshot that would never come: somebody holds the lock of the store."""
+    assert turns.run("--checkpoint", "-x", "true").returncode == 0
+    holder = f"{turns.name}-lock"
+    script = "exec 9>/store/lock; flock 9; echo locked; exec sleep 600"
+    turns.engine.run("run", "-d", "--name", holder, "-v", f"{turns.store()}:/store", "--entrypoint",
+                     "sh", IMAGE, "-c", script)
+    try:
+        wait_for(lambda: "locked" in turns.engine.run("logs", holder).stdout)
+        client = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x", "echo x >made")
+        assert client.stderr
+        assert client.stderr.readline() == f"sandbox: taking a snapshot of {turns.project}\n"
+        assert turns.containers()
+        client.send_signal(signal.SIGINT)
+        assert client.wait(60) == 130
+        assert not turns.containers() and not (turns.project / "made").exists()
+    finally:
+        turns.engine.run("rm", "-f", holder)
 
 
 # --- What is hostile ---
@@ -408,7 +420,11 @@ def test_protected_parts_of_git_can_only_be_read(turns: Turns, hooks: bool) -> N
     assert (git / "config").read_bytes() == before and (git / "hooks").is_dir()
     assert not (git / "hooks" / "pre-commit").exists() and not (turns.project / "moved").exists()
     assert turns.engine.sandbox("stop", turns.name).returncode == 0
-    assert turns.run("-x", "true").returncode == 0  # and it starts again
+    again = turns.run("-x", "true", cwd=turns.engine.directory())
+    assert again.returncode == 0 and "differs" not in again.stderr, again.stderr  # it starts again
+    subprocess.run(["rm", "-r", git], check=True)
+    bare = turns.engine.sandbox("run", "-n", f"{turns.name}-bare", "-x", "true")
+    assert (bare.returncode, "nothing is protected" in bare.stderr) == (0, True)
 
 
 # --- The store's life ---

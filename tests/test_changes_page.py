@@ -41,8 +41,9 @@ def page(browser: Browser, service: Service, session: str) -> Iterator[Page]:
 @pytest.fixture
 def session(service: Service, name: str) -> str:
     """A session of an image with git, whose prompts are scripts."""
-    write_config(service.engine.home, imageName=IMAGE.partition(":")[0], checkpoint=True)
-    service.create(name, agentPromptCommand="sh -c {prompt}")
+    write_config(service.engine.home, imageName=IMAGE.partition(":")[0], checkpoint=True,
+                 agentPromptCommand="sh -c {prompt}")
+    service.create(name)
     return name
 
 
@@ -126,6 +127,20 @@ def test_a_turn_is_shown_undone_and_done_again(page: Page, service: Service, ses
     page.wait("!document.querySelector('.change.undone')")
     assert (top / "shop.py").read_text() == after and not (top / "gone.txt").exists()
 
+    page.click(".tabs a:first-child")
+    page.see("3 files +2 −2, 1 warning", ".job-foot a")  # of the answer
+    turn(service, session, "echo more >>shop.py")
+    page.goto(f"http://{service.address}/preview")
+    tile = f".tile:has([href*='{session}'])"
+    page.see("1 file +1 −0", f"{tile} .changes")
+    page.click(f"{tile} .changes")
+    page.see("shop.py", ".change:first-child .files")
+    page.goto(f"http://{service.address}/#/s/{session}/agent")
+    page.see("3 files +2 −2, 1 warning", ".turn:first-child .job-foot a")
+    page.click(".turn:first-child .job-foot a")
+    page.see("gone.txt", f".change[data-turn='{first}'] .files")
+    assert not page.eval("document.querySelector('.change:first-child .files').checkVisibility()")
+
 
 def test_one_file_is_undone_with_the_keyboard_and_another_ones_edit_stays(
     page: Page, service: Service, session: str
@@ -168,7 +183,7 @@ def test_one_file_is_undone_with_the_keyboard_and_another_ones_edit_stays(
 
     of = f".change[data-turn='{id}']"
     page.click("[aria-label='Undo c']")
-    page.see("There is nothing to undo.", f"{of} [role=status]")
+    page.see("Nothing would change.", f"{of} [role=status]")
     page.see("c — both have changed it", f"{of} [role=status]")
     page.click(f"{of} {ACT}")
     confirm(page, "changes 2 paths:", "Left as before: 1 path", "c — both have changed it")
@@ -328,7 +343,7 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
     """What a container answers in place of its shadow."""
     event = {"id": "t", "kind": "turn", "when": "2026-11-22T00:00:00Z", "what": "prompt",
              "command": "say", "after": "1", "files": 1, "added": 1, "deleted": 1, "risky": 1,
-             "undone": False, "turns": ["t"], "paths": [""]}
+             "state": "", "turns": ["t"], "paths": [""]}
     file = {"path": "a", "status": "modified", "oldMode": "100644", "newMode": "100755", "size": 1,
             "binary": False, "added": 1, "deleted": 1, "risk": ["odd"], "kept": True, "why": "w",
             "patch": "@@ -1 +1 @@\n-a\n+b\n", "truncated": False}
@@ -338,7 +353,7 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
                  for field in whole for index, value in enumerate(ODD)]
         return [*ODD, *found, {**whole, key: "the-last-one"}]
 
-    log = {"turns": variants(event, "id"), "bytes": {}, "read": []}
+    log = {"turns": variants(event, "id"), "read": []}
     diff = {"files": variants(file, "path"), "more": "x"}
     page.goto(f"http://{service.address}/")
     page.eval(f"""(async () => {{
@@ -369,8 +384,6 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
                                                            session: str) -> None:
     top = service.engine.project
     (top / "file").write_text("one\ntwo\n")
-    write_config(service.engine.home, imageName=IMAGE.partition(":")[0], checkpoint=True,
-                 agentPromptCommand="sh -c {prompt}")
     open_changes(page, service, session)
     page.click(".scroll > div > .row button")
     page.see("One prompt to several agents", "dialog")
@@ -392,13 +405,22 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
     (top / "file").write_text("one\ntwo\nthree\n")
     page.click(labelled(f"Merge {names[0]}"))
     confirm(page, f"Merge {names[0]}?", f"In {top.name} this changes 3 paths:", "changed file",
-            "new new", ".git — what is git's own does not leave a copy")
+            "new new")
     page.see("Merged: 3 paths:", ".copies .card:nth-child(1)")
     assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
     assert (top / "new").exists() and not (top / ".git").exists()
-    page.click(labelled(f"Merge {names[1]}"))  # whose own differs
-    confirm(page, "Left as before: 2 paths", "own — both have changed it")
+    page.click(labelled(f"Merge {names[1]}"))  # whose own differs, and stands in the way
+    page.see("Nothing would change.", ".copies .card:nth-child(2)")
+    page.see("own — both have changed it", ".copies .card:nth-child(2)")
     assert (top / "file").read_text() == "ONE\ntwo\nthree\n"
+    open_changes(page, service, names[0])
+    page.see("Merged", ".change:first-child .what")
+    page.click(labelled("Undo Merged"))
+    confirm(page, "deleted new")
+    page.see("Undone: 3 paths:", ".change [role=status]")
+    assert (top / "file").read_text() == "one\ntwo\nthree\n" and not (top / "new").exists()
+    open_changes(page, service, session)
+    page.see("Ask several agents")
     for name in names:
         assert service.request("DELETE", f"/api/sessions/{name}?force=1").status == 200
     page.wait("!document.querySelector('.card')")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Engine, write_config
+from network import inspected
 
 import sandbox
 
@@ -323,9 +324,25 @@ def test_bash_completes(tmp_path: Path, words: list[str], offered: list[str]) ->
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_path_follows_the_name_of_a_session(engine: Engine, project: Path, name: str) -> None:
+    engine.sandbox("run", "-n", name, "-x", "touch /tmp/x")
+    script = f"""sandbox() {{ {" ".join(engine.sandbox_argv())} "$@"; }}
+        compopt() {{ echo "$@"; }}
+        eval "$(sandbox completion bash)"; COMP_WORDS=(sandbox cp {name[:-1]}); COMP_CWORD=2
+        _sandbox; echo "${{COMPREPLY[@]}}" """
+    answer = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True,
+                            **engine.where())
+    assert answer.stdout.split("\n")[0] == "-o nospace" and f"{name}:" in answer.stdout
+    copied = engine.sandbox("cp", f"{name}:/tmp/x", ".")
+    assert copied.returncode == 0 and (project / "x").exists()
+    assert inspected(engine, name, "{{.Id}}") not in copied.stderr + copied.stdout
+
+
 def test_names_of_sessions_are_offered(engine: Engine, project: Path, name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
-    for words in (["rm", ""], ["rm", "other", ""], ["run", "-n", ""], ["-n", ""]):
+    for words in (["rm", ""], ["rm", "other", ""], ["run", "-n", ""], ["-n", ""],
+                  ["attach", "--rt", engine.runtime, ""], ["recreate", "-p", "80:80", ""],
+                  ["net", "--rt", engine.runtime, "log", ""], ["logs", "-f", ""]):
         assert name in engine.sandbox("__complete", *words).stdout.splitlines()
 
 

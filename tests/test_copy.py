@@ -349,6 +349,18 @@ def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, n
     assert volume not in volumes(engine)
 
 
+def test_what_cannot_come_is_work_all_the_same(repository: Copied, engine: Engine, name: str,
+                                               ) -> None:
+    repository.make(name, "head -c 20000000 /dev/urandom >large; mkdir ignored; echo x >ignored/x")
+    for _ in range(2):
+        answer = repository.merge(name, fails=1)
+        assert "large was left as it is: it is too large to keep" in answer.stderr
+        refused = engine.sandbox("rm", name)
+        assert refused.returncode == 1 and "see sandbox merge: 1 file\n" in refused.stderr
+    repository.run(name, "rm large")  # what is ignored is no work
+    assert engine.sandbox("rm", name).returncode == 0
+
+
 def test_prune_names_the_copy_of_a_lost_session(repository: Copied, engine: Engine, name: str,
                                                 ) -> None:
     repository.make(name, "echo work >work")
@@ -458,6 +470,21 @@ def test_a_copy_of_a_linked_worktree_has_its_own_repository(engine: Engine, copi
     log = worktree.host(worktree.path, "log", "--format=%an %s", f"sandbox/{name}")
     assert log.splitlines() == ["Agent work", "Setup first"]
     assert worktree.host(worktree.path, "status", "--short") == "?? work\n"
+
+
+@docker_only
+def test_a_repository_that_cannot_take_commits_is_said(repository: Copied, engine: Engine,
+                                                       name: str) -> None:
+    repository.make(name, "echo work >work; git add work; git commit -qm work")
+    (repository.project / ".git" / "reftable").mkdir()
+    assert "its commits did not come" in repository.merge(name, fails=1).stderr
+    assert repository.read("work") == "work\n"
+    assert engine.sandbox("rm", name).returncode == 1
+    (repository.project / ".git" / "reftable").rmdir()
+    os.chown(repository.project / ".git", 12345, 12345)
+    assert "is not yours" in repository.merge(name, fails=1).stderr
+    os.chown(repository.project / ".git", engine.uid, engine.gid)
+    assert f"1 commit came as the branch sandbox/{name}" in repository.merge(name).stderr
 
 
 @docker_only

@@ -328,6 +328,23 @@ def test_a_session_with_another_name_is_the_same(engine: Engine, project: Path, 
     assert not list(home.rglob(f"{other}*"))
 
 
+def test_a_name_that_it_has_is_no_new_name(engine: Engine, project: Path, home: Path,
+                                           name: str) -> None:
+    said(engine, name, "echo kept >~/file")
+    refused = engine.sandbox("rename", name, name)
+    assert refused.returncode == 1 and f"{name} has that name already" in refused.stderr
+    assert said(engine, name, "cat ~/file") == "kept\n"
+
+
+def test_a_limit_can_be_taken_back(engine: Engine, project: Path, home: Path, name: str) -> None:
+    said(engine, name, "true", "--memory", "256m", "--cpus", "1", "--pids-limit", "500")
+    recreated(engine, name, "--memory", "", "--pids-limit", "")
+    made = made_from(engine, name)
+    assert [made[key] for key in ("memory", "cpus", "pidsLimit")] == [None, "1", 4096]
+    help = engine.sandbox("recreate", "--help").stdout
+    assert "default:" not in help and "What is not given stays as it is" in help
+
+
 def test_an_open_run_follows_a_rename(engine: Engine, name: str) -> None:
     """What it prints and removes is not that of the session that has its first name by then."""
     other = f"{name}-other"
@@ -388,6 +405,85 @@ def test_a_duplicate_has_a_home_of_its_own(engine: Engine, project: Path, home: 
     assert said(engine, other, "cat ~/file") == "kept\nmore\n"
 
 
+# --- At the same moment ---
+
+
+@docker_only
+@pytest.mark.parametrize("moment", ["stop", "run -d"])
+@pytest.mark.parametrize("other", ["recreate", "rm", "rename", "run", "prune"])
+def test_what_changes_a_session_waits_for_what_changes_it(
+    engine: Engine, project: Path, home: Path, name: str, other: str, moment: str
+) -> None:
+    """Before its container has another name, and after that."""
+    said(engine, name, "echo kept >~/file")
+    kept, more = home_of(engine, name), f"{name}-b"
+    words = {"recreate": ("recreate", name), "rm": ("rm", name), "rename": ("rename", name, more),
+             "run": ("run", "--from", name, "-n", more, "-x", "cat ~/file"), "prune": ("prune",)}
+    with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1"}) as first:
+        assert first.stderr
+        next(line for line in first.stderr if f" {moment} " in line)
+        os.kill(first.pid, signal.SIGSTOP)
+        with engine.popen(*words[other]) as second:
+            assert second.stderr and "waiting for another command" in second.stderr.readline()
+            os.kill(first.pid, signal.SIGCONT)
+            out, err = second.communicate(timeout=60)
+        first.communicate(timeout=60)
+        assert first.returncode == 0
+    if other == "prune" or moment == "run -d":
+        assert second.returncode == 0 and kept not in out.split(), err
+    else:  # it was about another container
+        assert second.returncode and "was changed by another command at this moment" in err
+    there = {n for n in container_names(engine) if n.startswith(name)}
+    if moment == "stop" or other in ("recreate", "prune"):
+        assert there == {name}
+    else:
+        assert there == {"rm": set(), "rename": {more}, "run": {name, more}}[other]
+    for left in there:
+        assert said(engine, left, "cat ~/file") == "kept\n"
+    assert (kept in homes(engine)) == bool(there)
+
+
+@docker_only
+def test_prune_leaves_a_home_that_is_just_copied(engine: Engine, project: Path, home: Path,
+                                                 name: str) -> None:
+    said(engine, name, "echo kept >~/file")
+    with engine.popen("run", "--from", name, "-n", f"{name}-b", "-x", "cat ~/file",
+                      env={"SANDBOX_TRACE": "1"}) as copy:
+        assert copy.stderr
+        copied = next(line for line in copy.stderr if " --read-only " in line)
+        (left,) = named(copied) - {home_of(engine, name)}
+        os.kill(copy.pid, signal.SIGSTOP)
+        wait_for(lambda: left in homes(engine) and "sandbox-step" not in engine.run("ps").stdout)
+        with engine.popen("prune") as prune:
+            assert prune.stderr and "waiting for another command" in prune.stderr.readline()
+            os.kill(copy.pid, signal.SIGCONT)
+            assert left not in prune.communicate(timeout=60)[0].split()
+        assert copy.communicate(timeout=60)[0] == "kept\n"
+
+
+@docker_only
+def test_what_copies_a_home_may_little_and_ends(engine: Engine, project: Path, home: Path,
+                                                name: str) -> None:
+    """The sh that does it may be anybody's: a session of before is copied by what it has become."""
+    volume, step_name = f"{name}-volume", f"{name}-step"
+    argv = sandbox.home_argv(sandbox.ENGINES[engine.runtime](), step_name, IMAGE, volume, "copy",
+                             "/x")
+    argv = argv[1 : argv.index("--entrypoint")]
+
+    def inside(script: str) -> list[str]:
+        return [*argv, "--entrypoint", "sh", IMAGE, "-c", script]
+
+    shown = engine.run(*inside("grep CapBnd /proc/self/status; ls /sys/class/net; touch /x"))
+    assert shown.stdout.split() == ["CapBnd:", "000000000000001b", "lo"], shown.stderr
+    assert shown.returncode
+    stubborn = [engine.runtime, *inside("trap '' TERM INT; sleep 1000 & wait; sleep 1000")]
+    step = sandbox.Step("copy", ended_by=[engine.runtime, "rm", "-f", step_name])
+    with pytest.raises(sandbox.SandboxError, match="takes too long"):
+        step.run(stubborn, {**os.environ, **engine.environ()}, seconds=1)
+    assert step_name not in container_names(engine)
+    engine.run("volume", "rm", volume)
+
+
 # --- Removal ---
 
 
@@ -397,10 +493,14 @@ def test_a_home_goes_with_its_session(engine: Engine, project: Path, home: Path,
     ran = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", "true", env=traced)
     assert ran.returncode == 0 and gone(engine, ran.stderr)
     with engine.pty("run", "-n", name, "-x", "true", env=traced) as screen:
+        screen.expect("[n] remove it and its conversations")
         screen.expect("Keep it?")
         screen.send("n\n")
+        screen.expect(f"removed {name} with its conversations")
         assert screen.wait() == 0
     assert gone(engine, screen.output)
+    left = [*(home / "locks").iterdir(), *(home / "making").iterdir()]
+    assert [path.name for path in left] == ["homes"]
 
 
 def test_prune_takes_the_homes_of_no_session(engine: Engine, project: Path, home: Path,
@@ -415,6 +515,30 @@ def test_prune_takes_the_homes_of_no_session(engine: Engine, project: Path, home
     assert left in pruned and kept not in pruned
     assert left not in homes(engine)
     assert said(engine, f"{name}-kept", "cat ~/file") == "kept\n"
+
+
+def test_a_home_whose_container_others_removed_is_taken_again(engine: Engine, project: Path,
+                                                              home: Path, name: str) -> None:
+    said(engine, name, "echo kept >~/file")
+    kept = home_of(engine, name)
+    remove = ("rm", "-f", *(["--time=0"] if engine.runtime == "podman" else []))
+    engine.run(*remove, name)
+    told = engine.sandbox("prune", "--dry-run")
+    assert f"{kept} is the home of {name}" in told.stderr and kept in told.stdout.split()
+    assert "is gone" in engine.sandbox("run", "-n", name, "-x", "true").stderr
+    failed = engine.sandbox("run", "-n", name, "-v", "/nowhere-at-all:/x", "-x", "true")
+    assert failed.returncode == 125 and kept in homes(engine)
+    ran = engine.sandbox("run", "-n", name, "-x", "cat ~/file")
+    assert ran.stdout == "kept\n" and "its home was kept" in ran.stderr
+    assert home_of(engine, name) == kept
+    engine.run(*remove, name)
+    engine.run("volume", "rm", kept)
+    assert "is gone" in engine.sandbox("run", "-n", name, "-x", "true").stderr
+    ran = engine.sandbox("run", "-n", name, "-x", "ls ~/file")
+    assert ran.returncode and "its home was kept" not in ran.stderr
+    assert engine.sandbox("rm", name).returncode == 0
+    ran = engine.sandbox("run", "-n", name, "-x", "true")
+    assert ran.stderr == ""  # removed as it should be
 
 
 @docker_only
@@ -444,6 +568,35 @@ def test_the_web_service_creates_a_session_anew_with_its_home(service: Service, 
     assert service.get(f"{path}/jobs/{job['id']}/output?stream=stdout").body == b"kept\n"
     assert service.request("DELETE", path).status == 200
     assert kept not in homes(service.engine)
+
+
+@docker_only
+def test_the_web_service_renames_and_duplicates(service: Service, name: str) -> None:
+    path, other, more = f"/api/sessions/{name}", f"{name}-other", f"{name}-more"
+    service.create(name, env={"SET": "here"})
+    assert service.ended(service.job(name, "echo kept >~/file"))["exit"] == 0
+    with service.terminal(name) as screen:
+        screen.type("echo al''ive\n")
+        screen.expect("alive")
+        for wrong, status in (({}, 400), ({"name": "-"}, 400), ({"name": name}, 409)):
+            assert service.post(f"{path}/rename", wrong).status == status
+        renamed = service.post(f"{path}/rename", {"name": other})
+        assert (renamed.status, renamed.json["name"]) == (200, other)
+        screen.type("echo still al''ive\n")
+        screen.expect("still alive")
+        assert [row["session"] for row in
+                service.get(f"/api/sessions/{other}/terminals").json] == [other]
+    path = f"/api/sessions/{other}"
+    assert service.post(f"{path}/duplicate", {"name": other}).status == 409
+    made = service.post(f"{path}/duplicate", {"name": more})
+    assert (made.status, made.json["name"]) == (201, more), made.body
+    job = service.ended(service.job(more, "cat ~/file; echo $SET"))
+    output = service.get(f"/api/sessions/{more}/jobs/{job['id']}/output?stream=stdout").body
+    assert output == b"kept\nhere\n"
+    assert home_of(service.engine, more) != home_of(service.engine, other)
+    unnamed = service.post(f"{path}/duplicate", {})
+    assert unnamed.status == 201 and unnamed.json["name"] not in (other, more)
+    service.request("DELETE", f"/api/sessions/{unnamed.json['name']}")
 
 
 # --- Decisions ---

@@ -1,6 +1,7 @@
 """Know when to come back: a turn that ends, an agent that waits, a refusal, an error, told to the
 person's own command and to pages."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ import pytest
 from browser import Browser, Page, chromium
 from conftest import PYTHON, Engine, write_config
 from fuzz import AGENTS, STREAMS, streams
+from network import proxy_of
 from service import Service, wait_for
 from test_browser import open_screen, permit, watched
 
 import sandbox
+import sandbox_web
 from sandbox_web import Calls, last_words
 
 # A command that writes each event into a file of its own, and tells how many of it run.
@@ -206,6 +209,38 @@ def test_a_flood_of_calls_starts_few_commands(service: Service, person: Person, 
     assert len(service.get("/api/news").json["news"]) == 1
 
 
+def readers(engine: Engine, name: str) -> list[str]:
+    """The processes that read what a session's proxy refuses."""
+    proxy, found = proxy_of(engine, name), []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            found += [path.parent.name] if proxy in words and "-f" in words else []
+    return found
+
+
+@pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
+def test_a_server_that_ends_leaves_no_reader_of_refusals(service: Service, name: str) -> None:
+    service.create(name, network={"allow": []},
+                   agentPromptCommand="until [ -e {prompt} ]; do sleep 1; done")
+    assert service.post(f"/api/sessions/{name}/prompt", {"prompt": "go"}).status == 201
+    wait_for(lambda: readers(service.engine, name))
+    service.process.terminate()
+    assert service.process.wait(30) == 0
+    wait_for(lambda: not readers(service.engine, name))
+
+
+def test_what_is_kept_of_calls_goes_with_them(monkeypatch: pytest.MonkeyPatch,
+                                              tmp_path: Path) -> None:
+    monkeypatch.setenv("SANDBOX_HOME", str(tmp_path))
+    monkeypatch.setattr(sandbox_web, "PAUSE_SECONDS", 0.01)
+    news = sandbox_web.News()
+    for number in range(20):
+        news.tell(sandbox.Session(f"s{number % 5}", "running", {}), "end", "text")
+    wait_for(lambda: not news.waiting)
+    assert not news.turns and len(news.last) == 5
+
+
 def test_a_refusal_is_told_while_a_turn_goes_on_and_no_page_is_open(
     service: Service, person: Person, name: str
 ) -> None:
@@ -301,11 +336,13 @@ def test_run_tells_that_its_agent_has_ended_and_rings(engine: Engine, home: Path
         assert terminal.wait() == 4
     assert person.hears("error") == {"session": name, "what": "error", "turn": None, "status": 4,
                                      "text": ""}
+    ran = engine.sandbox("run", "-n", name, "-r", "p", "--", "--version", input="0\n")
+    assert ran.returncode == 0, ran.stderr
     for command in (("-r", "p"), ("-x", "echo here; read line")):
         ran = engine.sandbox("run", "-n", name, *command, input="0\n")
         assert (ran.returncode, ran.stdout) == (0, "here\n") and "\a" not in ran.stderr
     person.hears("end")
-    assert len(person.told()) == 2  # the other command is no agent
+    assert len(person.told()) == 2  # the other command is no agent, and a version is no turn
 
 
 @pytest.mark.parametrize("case", ["hangs", "missing"])

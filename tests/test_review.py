@@ -16,6 +16,8 @@ from service import wait_for
 from test_agents import IMAGE, STUB_ANSWERS, image, write_stub_config
 from test_shadow import State, Workspace, names, workspace
 
+import sandbox
+import sandbox_changes
 from sandbox import SandboxError
 from sandbox_changes import (
     BOLD,
@@ -70,6 +72,37 @@ def test_an_answer_of_another_form_is_refused() -> None:
     for answer in answers:
         with pytest.raises(SandboxError, match="nonsense"):
             rows_of(answer, "changed", shape)
+
+
+LIES = "".join(HOSTILE)
+
+
+def test_an_image_that_lies_reaches_no_terminal(
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads the snapshots is the image's python3."""
+    turn = dict.fromkeys(("id", "what", "command", "when", "after"), LIES)
+    turns = [turn | {"kind": "turn", "tree": "main"}, turn | {"kind": LIES, "tree": LIES,
+                                                              "turns": [LIES]}]
+    row = {"path": LIES, "status": LIES, "oldMode": LIES, "newMode": LIES + "x", "size": 1,
+           "binary": True, "added": 1, "deleted": 1, "risk": [LIES], "patch": f"@@{LIES}",
+           "why": LIES}
+    answers: dict[str, Any] = {
+        "log": {"turns": turns}, "diff": {"files": [row, row | {"kept": False}], "more": LIES},
+        "undo": {"changed": [row], "left": [row]}, "redo": {"changed": [row], "left": [row]}}
+    labels = {"sandbox.session": "x", "sandbox.user": "0:0", "sandbox.network": "none",
+              "sandbox.created": json.dumps({"flags": {}, "variables": [], "spec": {
+                  "image": "i", "directory": "/d", "workdir": "/d", "volumes": [], "ports": [],
+                  "network": "none"}})}
+    session = sandbox.Session("x", "exited", labels)
+    monkeypatch.setattr(sandbox, "find_given", lambda *_: (sandbox.Docker(), session))
+    monkeypatch.setattr(sandbox_changes, "ask_shadow", lambda _, __, verb, *___: answers[verb])
+    for words in ("log", "log --json", "diff", "diff --stat", "diff --json", "undo", "redo"):
+        command, *options = words.split()
+        sandbox.main([command, "x", *options])
+        printed = capsys.readouterr()
+        assert "error" not in printed.err and (printed.out or printed.err), words
+        for text in printed:
+            assert all(c.isprintable() or c in "\n\t" for c in text), (words, text)
 
 
 # --- The pager ---
@@ -336,6 +369,7 @@ def test_turns_and_paths_are_found_from_anywhere(review: Review) -> None:
     assert stat == ["modified         +1 -1  src/deep/a", "1 changed, +1 -1"]
     review.call("undo", "deep", cwd=src)
     assert (src / "deep" / "a").read_text() == "1\n" and (review.top / "c").exists()
+    assert f"  undo {second} src/deep  " in review.call("log")
     assert not review.engine.sandbox("stop", review.name).returncode  # which does not matter
     review.call("undo", first)
     assert {*review.state()} == {b".", b"src", b"src/deep", b"src/deep/a"}

@@ -6,6 +6,7 @@ Nothing of a workspace may ever run: every tree is full of configurations that w
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import marshal
 import os
@@ -651,8 +652,11 @@ def test_undo_of_a_path(workspace: Workspace) -> None:
     assert os.listdir(workspace.top) == ["ab"]
     nothing = workspace.call("undo", paths=["nope"], fails=1)
     assert "nothing is to change at nope" in nothing["error"] and nothing["kind"] == "missing"
-    for path in ("/etc", "../x", "a/../../x"):
+    for path in ("/etc", "../x", "a/../../x", "..", "a\0b"):
         workspace.call("undo", paths=[path], fails=2)
+    with workspace.turn():
+        workspace.write({"..a": "1"})
+    assert workspace.call("undo", paths=["..a"])["changed"][0]["path"] == "..a"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -1047,6 +1051,83 @@ def test_what_changes_after_the_snapshot_is_left(workspace: Workspace) -> None:
     assert os.stat("/etc/passwd") == passwd
 
 
+def test_what_is_outside_never_comes_in_while_the_tree_changes(workspace: Workspace) -> None:
+    """Directories, files and links take each other's places all the time."""
+    outside = workspace.area / "outside"
+    shutil.copytree(workspace.top, outside)
+    (outside / "x").write_text("outside")
+    (outside / "sub").mkdir()
+    (outside / "sub" / "x").write_text("outside")
+    before, ends = workspace.state(outside), threading.Event()
+    workspace.write({f"d{at}/sub/x": "inside" for at in range(20)})
+
+    def swap() -> None:
+        """Each in turn is put aside for something else, and put back the next time."""
+        for at in itertools.count():
+            path = workspace.top / f"d{at % 20}" / ("sub" if at % 3 else "")
+            aside = workspace.area / f"aside-{at % 20}"
+            if ends.is_set():
+                break
+            with contextlib.suppress(OSError):
+                if aside.exists():
+                    path.unlink()
+                    aside.rename(path)
+                else:
+                    path.rename(aside)
+                    os.mkfifo(path) if at % 7 == 0 else path.symlink_to(outside)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        with workspace.turn():
+            for _ in range(20):
+                workspace.call("snapshot")
+        undone = subprocess.run(workspace.argv("undo", {}), env=workspace.env, capture_output=True)
+        assert undone.returncode == 0 or b"nothing was changed" in undone.stdout
+    finally:
+        ends.set()
+        thread.join()
+    assert workspace.state(outside) == before
+    git = f"--git-dir={workspace.store}/git"
+    listed = workspace.git(git, "cat-file", "--batch-all-objects", "--batch-check").split("\n")
+    blobs = [line.split()[0] for line in listed if " blob " in line]
+    assert blobs and "outside" not in [workspace.git(git, "cat-file", "-p", id) for id in blobs]
+
+
+def test_a_tree_too_deep_or_with_too_long_a_path_is_kept_as_far_as_one_can(
+        workspace: Workspace) -> None:
+    top = workspace.top
+    for name, levels in (("d", 5000), ("x" * 250, 40), ("\u20ac" * 80, 60)):
+        fd = os.open(top, os.O_RDONLY)
+        for _ in range(levels):
+            os.mkdir(name, dir_fd=fd)
+            below = os.open(name, os.O_RDONLY, dir_fd=fd)
+            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+            os.close(fd)
+            fd = below
+        os.close(fd)
+    workspace.write({"a": "1"})
+    with workspace.turn():
+        workspace.write({"a": "2", "d/d/file": "changed", "\u20ac" * 80 + "/file": "changed"})
+    workspace.write({"d/mine": "x"})
+    assert workspace.call("undo")["left"] == []
+    assert (top / "a").read_text() == "1" and (top / "d/d/file").read_text() == ""
+
+
+def test_the_other_name_of_a_file_is_not_written(workspace: Workspace) -> None:
+    workspace.write({"a": "old"})
+    with workspace.turn():
+        os.link(workspace.top / "a", workspace.area / "other")
+        workspace.write({"a": "new"})
+        os.link(workspace.top / "a", workspace.top / "twin")
+    assert workspace.call("undo")["left"] == []
+    assert (workspace.top / "a").read_text() == "old"
+    assert (workspace.area / "other").read_text() == "new"
+    assert not (workspace.top / "twin").exists()
+    assert workspace.call("redo")["left"] == []
+    assert (workspace.top / "twin").read_text() == (workspace.top / "a").read_text() == "new"
+
+
 def many(workspace: Workspace, text: str) -> None:
     for number in range(150):
         workspace.write({f"d{number % 10}/{number}": f"{text} {number}\n" * 50})
@@ -1140,7 +1221,8 @@ def test_the_store_is_bounded(workspace: Workspace) -> None:
     workspace.git(f"--git-dir={workspace.store}/git", "fsck", "--full", "--strict")
 
 
-@pytest.mark.parametrize("harm", ["cut", "gone", "state", "cache", "flipped"])
+@pytest.mark.parametrize("harm", ["cut", "gone", "state", "[]", '{"events": 7}', '{"packs": []}',
+                                  "cache", "flipped"])
 def test_a_damaged_store_is_said_once(workspace: Workspace, harm: str) -> None:
     workspace.write({"a": "one\n" * 500})
     with workspace.turn():
@@ -1152,6 +1234,8 @@ def test_a_damaged_store_is_said_once(workspace: Workspace, harm: str) -> None:
         packs[0].unlink()
     elif harm == "state":
         (workspace.store / "state.json").write_text('{"events": [')
+    elif harm[0] in "[{":
+        (workspace.store / "state.json").write_text(harm)
     elif harm == "cache":
         (workspace.store / "cache-main").write_bytes(b"x" * 500)
     else:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from service import PASSWORD, Screen, Service, wait_for
@@ -20,7 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from sandbox_web import Terminal, Viewer
+from sandbox_web import FLOOD_SECONDS, REST_SECONDS, Terminal, Viewer
 
 
 def frame(kind: bytes, data: bytes) -> bytes:
@@ -223,6 +225,21 @@ def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Ser
         slow.type("\x03")
         run(slow, "echo al''ive")
         slow.expect("alive")
+
+
+def test_a_flood_rests_only_beside_another() -> None:
+    many: list[Terminal] = []
+    app: Any = SimpleNamespace(terminals=SimpleNamespace(all=lambda: many))
+    many += [Terminal(app, None, None, "shell", (24, 80))  # type: ignore[arg-type]
+             for _ in range(3)]
+    many[0].rest()
+    assert many[0].rest_seconds() == 0  # the others are silent
+    many[1].rest()
+    many[2].rest()
+    assert 0 < many[1].resting - many[1].flooding + FLOOD_SECONDS < 2 * REST_SECONDS
+    assert many[2].resting - many[2].flooding + FLOOD_SECONDS > 1.5 * REST_SECONDS
+    many[1].resting = time.monotonic() - 1
+    assert many[1].rest_seconds() == 0
 
 
 def test_a_reader_that_is_silent_for_long_stays() -> None:
@@ -504,6 +521,35 @@ def test_a_session_that_is_not_what_it_was(service: Service, name: str) -> None:
         run(screen, "echo al''ive")
         screen.expect("alive")
     assert len(listed(service, name)) == 1
+
+
+@docker_only
+@pytest.mark.parametrize("how", ["stopped", "created anew", "removed"])
+@pytest.mark.parametrize("where", ["page", "command line"])
+def test_viewers_are_told_what_became_of_the_session(service: Service, name: str, how: str,
+                                                     where: str) -> None:
+    path = f"/api/sessions/{name}"
+    service.create(name)
+    with service.terminal(name) as screen:
+        run(screen, "echo rea''dy")
+        screen.expect("ready")
+        if where == "command line":
+            word = {"stopped": "stop", "created anew": "recreate", "removed": "rm"}[how]
+            assert service.engine.sandbox(word, name).returncode == 0
+        elif how == "removed":
+            assert service.request("DELETE", path).status == 200
+        else:
+            word = {"stopped": "stop", "created anew": "recreate"}[how]
+            assert service.post(f"{path}/{word}").status == 200
+        assert f"the session {name} was {how}" in screen.message("exit")["reason"]
+
+
+@docker_only
+def test_a_session_that_is_not_there_has_no_terminals(service: Service, name: str) -> None:
+    path = f"/api/sessions/{name}/terminals"
+    assert service.get(path).status == 404
+    service.create(name)
+    assert (service.get(path).status, service.get(path).json) == (200, [])
 
 
 @docker_only

@@ -44,7 +44,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
@@ -56,7 +56,7 @@ LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
 SHARED = 500  # directories from which on a second process helps
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
-FILE, LINK, DIR, NOTE, IGNORED = "file", "link", "dir", "note", "ignored"
+FILE, LINK, DIR, NOTE = "file", "link", "dir", "note"
 KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
 MARKS = "=", ":m=", ":s="
 PIPE, DEVNULL = -1, -3  # subprocess's
@@ -188,8 +188,10 @@ def whole_git(path: str) -> str:
     return "/".join(path.split("/")[: parts.index(".git") + 1]) if ".git" in parts else path
 
 
-def below(path: str, tops: Sequence[str] | set[str]) -> bool:
-    return any(path == top or path.startswith(f"{top}/") or not top for top in tops)
+def below(path: str, tops: Container[str]) -> bool:
+    while path and path not in tops:
+        path = path.rpartition("/")[0]
+    return path in tops
 
 
 # --- The store: packs, git on objects, the state ---
@@ -234,7 +236,7 @@ class Store:
         if os.path.exists(self.at("tmp")):
             clear(self.at("tmp"))
         self.reader: subprocess.Popen[bytes] | None = None
-        self.notes: dict[str, bytes] = {}
+        self.note = functools.cache(self.get)
 
     def at(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -287,11 +289,6 @@ class Store:
         if len(data) <= size:
             raise damaged(f"object {id[:12]} cannot be read")
         return data[:-1]
-
-    def note(self, id: str) -> bytes:
-        if id not in self.notes:
-            self.notes[id] = self.get(id)
-        return self.notes[id]
 
     # Trees
 
@@ -394,36 +391,30 @@ class Store:
 
     def prune(self, keep: int, most: int) -> int:
         """Forget the oldest until the rest fits; returns how many."""
-        events, size = self.state["events"], sum(self.state["packs"].values())
+        events, packs = self.state["events"], self.state["packs"]
         dropped = max(0, len(events) - max(1, keep))
-        if size <= most and len(self.state["packs"]) <= 2 * PACKS:
-            if dropped:
-                self.state["base"] = self.merged(events[:dropped])
-                del events[:dropped]
-                self.save()
-            return dropped
-        while True:
-            roots = {tree for event in events[dropped:] for tree in (event["before"],
-                     event["after"], event.get("theirs")) if tree}
-            bases = self.merged(events[:dropped])
-            roots |= {*self.state["last"].values(), *self.state["first"].values(), *bases.values()}
-            listed = "".join(f"{tree}\n" for tree in sorted(roots)).encode()
-            used = int(self.git("rev-list", "--objects", "--disk-usage", "--stdin", given=listed))
-            if used <= most or dropped >= len(events) - 1:
-                break
-            dropped += 1
-        old = self.pack_sizes()
-        if not dropped and len(old) <= 3:  # of one pack
-            return 0
-        self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
-                 os.path.join(self.packs, "pack"), given=listed)
-        self.state["base"] = bases
-        del events[:dropped]
-        new = self.pack_sizes()
-        self.state["packs"] = {name: size for name, size in new.items() if name not in old} or new
-        write(self.at("state.json"), json.dumps(self.state).encode())
-        for name in old.keys() - self.state["packs"].keys():
-            os.unlink(os.path.join(self.packs, name))
+        if sum(packs.values()) > most or len(packs) > 2 * PACKS:
+            while True:
+                trees = [self.state["last"], self.state["first"], self.merged(events[:dropped])]
+                roots = {tree for known in trees for tree in known.values()}
+                roots |= {tree for event in events[dropped:] for tree in (
+                    event["before"], event["after"], event.get("theirs")) if tree}
+                given = "".join(f"{tree}\n" for tree in sorted(roots)).encode()
+                used = self.git("rev-list", "--objects", "--disk-usage", "--stdin", given=given)
+                if int(used) <= most or dropped >= len(events) - 1:
+                    break
+                dropped += 1
+            if dropped or len(packs) > 3:  # than of one pack
+                self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
+                         os.path.join(self.packs, "pack"), given=given)
+                new = self.pack_sizes()
+                self.state["packs"] = {name: new[name] for name in new.keys() - packs} or new
+        if dropped or self.state["packs"] != packs:
+            self.state["base"] = self.merged(events[:dropped])
+            del events[:dropped]
+            self.save()
+            for name in packs.keys() - self.state["packs"].keys():
+                os.unlink(os.path.join(self.packs, name))
         return dropped
 
 
@@ -603,7 +594,8 @@ class Walk:
             if path.rpartition("/")[0] not in inside:
                 shared[path], below = below, []
         self.answers, answer = os.pipe()
-        if not os.fork():
+        self.child = os.fork()
+        if not self.child:
             try:
                 self.looks, self.shared, same = True, {}, list[str]()
                 for path in shared:
@@ -623,7 +615,7 @@ class Walk:
         """Where the child has found nothing new; elsewhere we must look ourselves."""
         with open(self.answers, "rb") as file:
             found = {*os.fsdecode(file.read()).split("\0")}
-        os.wait()
+        os.waitpid(self.child, 0)
         return found
 
     def read_cache(self) -> dict[str, Folder]:
@@ -778,7 +770,8 @@ class Walk:
                 if stat.S_ISLNK(mode):
                     return row, "=", os.readlink(os.fsencode(name), dir_fd=fd), b"120000"
                 if not stat.S_ISREG(mode):
-                    return note(special(mode))
+                    return note({stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(
+                        stat.S_IFMT(mode), "device"))
                 if size > WHOLE_BYTES or size > IGNORED_BYTES and self.rules.ignored(path, False):
                     return note("large", size, *times)
                 if self.pack.size > self.most:
@@ -850,10 +843,6 @@ def not_kept(kind: str) -> str:
     return NOT_KEPT.get(kind, f"it is a {kind}")
 
 
-def special(mode: int) -> str:
-    return {stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(stat.S_IFMT(mode), "device")
-
-
 # --- Restoring ---
 
 
@@ -866,6 +855,7 @@ class Restore:
     def __init__(self, walk: Walk, discard: bool) -> None:
         self.walk, self.store, self.discard = walk, walk.store, discard
         self.left, self.done, self.never = dict[str, str](), dict[str, str](), set[str]()
+        self.ours = set[int]()  # inodes that have lost a name by us
         self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
 
     def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
@@ -958,8 +948,12 @@ class Restore:
         except FileNotFoundError:
             st = None
         seen = None if self.changes[path][0] is None else self.walk.key(path) or ""
-        if (st and ("" if stat.S_ISDIR(st.st_mode) else row_of(name, st))) != seen:
+        now = st and ("" if stat.S_ISDIR(st.st_mode) else row_of(name, st))
+        if st and now and seen and st.st_ino in self.ours:
+            now = (*now[:4], *seen[4:5], now[5])  # for its ctime tells that another name is gone
+        if now != seen:
             raise OSError("it has changed meanwhile")
+        self.ours.add(st.st_ino if st else 0)
 
     def remove(self, fd: int, name: str, path: str, old: Entry) -> None:
         self.check(fd, name, path)
@@ -1141,7 +1135,7 @@ class Request:
         if not re.fullmatch("[a-z]{1,20}", self.label):
             raise usage(f"{self.label!r} is no name of a tree")
         self.paths = [os.path.normpath(path) for path in self.take("paths", list, [])] or ["."]
-        if any(path.startswith(("/", "..")) or "\0" in path for path in self.paths):
+        if any(f"{path}/".startswith(("/", "../")) or "\0" in path for path in self.paths):
             raise usage("paths begin at the top of the workspace")
         self.paths = ["" if path == "." else path for path in self.paths]
         self.agents = self.take("agents", list, [])

@@ -67,7 +67,7 @@ export const api = {
   session: async (name) => detail(await call("GET", path("sessions", name))),
   remove: (name, force = "") => call("DELETE", path("sessions", name) + force),
   users: async (name) => users(await call("GET", path("sessions", name, "users"))).users,
-  act: (name, action) => call("POST", path("sessions", name, action)),
+  act: (name, action, data) => call("POST", path("sessions", name, action), data),
   settings: (name) => call("GET", path("sessions", name, "settings")),
   saveSettings: (name, changes) => call("PUT", path("sessions", name, "settings"), changes),
   network: (name) => call("GET", path("sessions", name, "network")),

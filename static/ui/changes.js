@@ -1,4 +1,4 @@
-// What agents have changed, turn by turn: the files, their patches, undo and redo, the merge of a copy.
+// What agents have changed, turn by turn: the files, their patches, undo and redo.
 
 import { api } from "./api.js";
 import { mountCopies } from "./copies.js";
@@ -13,8 +13,6 @@ const SHOWN_TITLE = 300; // characters
 const SHOWN_LINES = 10_000; // of a patch at a time
 const SLICE_LINES = 500; // drawn between two frames
 const LINE_CHARS = 5000;
-
-
 
 // --- Patches ---
 
@@ -63,9 +61,9 @@ function patchOf(file) {
 /** What there is to see of a file. */
 function contentOf(file) {
   if (file.patch) return patchOf(file);
-  const what = file.kept === false ? `What it held was not kept: ${file.why ?? file.seen}.`
-    : file.binary ? "It is no text, or too long to be compared." : file.status === "mode" ? "Only its mode has changed." : "It is empty.";
-  return h("p", { class: "hint" }, what);
+  return h("p", { class: "hint" }, file.kept === false ? `What it held was not kept: ${file.why ?? file.seen}.`
+    : file.binary || file.truncated ? "It is no text, or too long to be compared."
+      : file.status === "mode" ? "Only its mode has changed." : "It is empty.");
 }
 
 // --- Files of a turn ---
@@ -101,13 +99,14 @@ function fileRow(turn, file) {
       }
     } else body.append(contentOf(file));
   }
-  return { element: h("li", {}, h("div", { class: "file-line" }, open, again),
-      riskOf(file.risk), body),
+  return {
+    element: h("li", {}, h("div", { class: "file-line" }, open, again), riskOf(file.risk), body),
     update() {
       const label = turn.isUndone(file.path) ? "Redo" : "Undo";
       if (again.textContent !== label) again.replaceChildren(label);
       again.setAttribute("aria-label", `${label} ${escapedPath(file.path)}`);
-    } };
+    },
+  };
 }
 
 // --- Turns ---
@@ -120,7 +119,7 @@ class Turn {
     this.open = h("button", { class: "quiet turn-line", type: "button", "aria-expanded": "false",
       onclick: () => this.toggle() }, this.title, this.facts);
     this.act = h("button", { class: "small", type: "button", onclick: () =>
-      this.change(this.act, this.event.undone ? "redo" : "undo", `“${this.title.textContent}”`, {}) });
+      this.change(this.act, this.event.state === "undone" ? "redo" : "undo", `“${this.title.textContent}”`, {}) });
     this.since = h("button", { class: "quiet small", type: "button", onclick: () =>
       this.change(this.since, "undo", "all since then", { only: false }) }, "Undo all since");
     this.report = h("div", { role: "status" });
@@ -134,24 +133,24 @@ class Turn {
   update(event, events) {
     const before = this.event && `${this.event.after} ${this.event.files}`;
     Object.assign(this, { event, events });
-    const { kind = "turn", undone, risky } = event;
+    const { kind = "turn", state, risky } = event;
+    const undone = state === "undone";
     const what = kind === "turn" ? event.command || event.what || event.id : named(KINDS, kind);
     redraw(this.title, visible(what.split("\n")[0].slice(0, SHOWN_TITLE)));
-    const files = event.files === undefined ? ["not ended"] : [count(event.files, "file"),
+    const files = event.files === undefined ? [state || "not ended"] : [count(event.files, "file"),
       ...(event.added === undefined ? [] : [counts(event)])];
     redraw(this.facts, risky ? h("span", { class: "chip bad" }, count(risky, "warning")) : null,
       undone ? h("span", { class: "chip" }, "undone") : null,
-      [event.kind === "turn" && event.what, event.when && h("time", { datetime: event.when }, ago(event.when)), ...files]
+      [kind === "turn" && event.what, event.when && h("time", { datetime: event.when }, ago(event.when)), ...files]
         .filter(Boolean).flatMap((part) => [" · ", part]).slice(1),
       event.beside?.length ? ` · beside ${count(event.beside.length, "other turn")}, with their changes` : null);
-    this.element.classList.toggle("undone", Boolean(undone));
-    this.act.hidden = kind !== "turn";
-    this.open.disabled = kind === "merge"; // it is of the directory, and the others are of the copy
+    this.element.classList.toggle("undone", undone);
+    this.act.hidden = kind !== "turn" && kind !== "merge";
     this.act.replaceChildren(undone ? "Redo" : "Undo");
     this.act.setAttribute("aria-label", `${undone ? "Redo" : "Undo"} ${this.title.textContent}`);
     const later = events.slice(events.indexOf(event) + 1);
-    this.since.hidden = this.act.hidden || Boolean(undone)
-      || !later.some((one) => one.kind === "turn" && !one.undone);
+    this.since.hidden = kind !== "turn" || undone
+      || !later.some((one) => one.kind === "turn" && one.state !== "undone");
     for (const row of this.rows) row.update();
     if (before !== undefined && before !== `${event.after} ${event.files}` && !this.body.hidden) this.load();
   }
@@ -234,9 +233,9 @@ export function mount(root, context) {
     },
   };
 
-  function draw({ turns: events = [], bytes, read }) {
+  function draw({ turns: events = [], read }) {
     facts.textContent = [count(events.filter(({ kind }) => kind === "turn").length, "turn"),
-      bytes && `${size(bytes)} kept`, read && `read ${ago(read)}`].filter(Boolean).join(" · ");
+      read && `read ${ago(read)}`].filter(Boolean).join(" · ");
     redraw(top, !events.length && h("div", { class: "blank" }, h("h2", {}, "No turn yet"),
       h("p", { class: "dim" }, "What an agent changes is listed here, turn by turn, and can be undone.")));
     for (const [id, turn] of turns) {

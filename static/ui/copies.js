@@ -95,18 +95,19 @@ export function mountCopies(context) {
   const ask = h("button", { type: "button", onclick: () => askSeveral(context) }, icon("grid"), "Ask several agents");
   const draw = () => {
     const copies = (store.sessions ?? []).filter(({ workspace, directory }) =>
-      workspace === "copy" && directory === context.session.directory);
+      workspace === "copy" && directory === context.session.directory)
+      .sort((one, other) => (one.name < other.name ? -1 : 1));
     for (const [name, { element }] of cards) {
       if (copies.some((row) => row.name === name)) continue;
       element.remove();
       cards.delete(name);
     }
-    for (const row of copies) {
+    copies.forEach((row, index) => {
       if (!cards.has(row.name)) cards.set(row.name, card(context, row.name));
       const { element, update } = cards.get(row.name);
       drawn(() => update(row), (why) => toast(why, "error"));
-      if (!element.isConnected) list.append(element);
-    }
+      if (list.children[index] !== element) list.insertBefore(element, list.children[index] ?? null);
+    });
   };
   store.addEventListener("change", draw);
   draw();

@@ -71,7 +71,7 @@ export async function carryOut({ button, name, directory, verb, what, where, tit
   await busy(button, async () => {
     const dry = await api.change(name, verb, { ...what, dry: true });
     if (!dry.changed?.length && !dry.commits?.count) {
-      where.replaceChildren(h("p", {}, `There is nothing to ${verb}.`), effect(dry, verb));
+      where.replaceChildren(h("p", {}, "Nothing would change."), effect(dry, verb));
       return;
     }
     const words = `In ${tailOf(directory)} this changes`;

@@ -88,6 +88,7 @@ export function mount(root, context) {
         + "where these pages started the container, and else in /tmp/autostart.log inside."),
       field("Agent prompt command", template, "What a prompt runs in the container. {prompt} becomes one word, whatever it contains. "
         + "Empty: the agent's own."),
+      anotherName(),
       h("div", { class: "row end sticky" }, state, discard, save));
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
@@ -109,6 +110,24 @@ export function mount(root, context) {
       }
     });
     scroll.replaceChildren(form);
+  }
+
+  /** One row: another name for this session, or for a duplicate of it. */
+  function anotherName() {
+    const input = h("input", { type: "text", value: name, "aria-label": "Another name", class: "mono", autocomplete: "off",
+      autocapitalize: "off", spellcheck: "false", oninput: (event) => event.stopPropagation(), // it changes no setting
+      onkeydown: (event) => event.key === "Enter" && event.preventDefault() });
+    const button = (label, action, done) => h("button", { type: "button", onclick: (event) => busy(event.currentTarget, async () => {
+      const wanted = input.value.trim() === name && action === "duplicate" ? {} : { name: input.value.trim() };
+      const made = await api.act(name, action, wanted);
+      if (action === "rename") drafts.delete(name);
+      toast(`${name} ${done} ${made.name}`);
+      location.hash = `#/s/${encodeURIComponent(made.name)}/settings`;
+    }) }, label);
+    return h("fieldset", {}, h("legend", {}, "Another name"),
+      h("p", { class: "hint" }, "Rename: what runs goes on. Duplicate: a new session on the same directory, with a copy of the "
+        + "agent's conversations; without a name of its own it is given one."),
+      h("div", { class: "row" }, input, button("Rename", "rename", "is now"), button("Duplicate", "duplicate", "was copied to")));
   }
 
   function recreateNotice(lines) {

@@ -224,7 +224,8 @@ class View {
         this.restart(message.seq);
         break;
       case "exit":
-        this.ended(message.status ? `The program has ended with status ${message.status}.`
+        this.ended(message.reason ? `This terminal has ended: ${message.reason}.`
+          : message.status ? `The program has ended with status ${message.status}.`
           : message.status === 0 ? "The program has ended." : "The program has ended; its status is not known.");
     }
   }

@@ -115,8 +115,8 @@ const DECISION = fitted({ host: shown, port: amount, verdict: shown, rule: shown
 export const decision = (value) => ({ host: "", time: "", ...DECISION(value) });
 const turns = rows({ id: shown, kind: shown, when: shown, what: shown, command: shown, after: shown,
   files: amount, added: amount, deleted: amount, risky: amount,
-  beside: texts, undone: whether, turns: texts, paths: each(exact) }, "id");
-export const changes = fitted({ turns, bytes: amount, read: shown }, "read");
+  beside: texts, state: shown, turns: texts, paths: each(exact) }, "id");
+export const changes = fitted({ turns, read: shown }, "read");
 const files = rows({ path: exact, status: shown, oldMode: shown, newMode: shown, size: amount,
   binary: whether, added: amount, deleted: amount, risk: texts, kept: (value) => value === true,
   seen: shown, why: shown, files: amount, patch: exact, truncated: whether }, "path");
