@@ -68,8 +68,8 @@ class Refusal(proxy.Answer):
     def message(self) -> bytes:
         error: dict[str, Any] = {"type": "invalid_request_error", "code": self.status,
                                  "message": str(self), "status": "FAILED_PRECONDITION"}
-        if self.status == 429:  # by which Gemini CLI knows that trying again does not help
-            error["status"] = "RESOURCE_EXHAUSTED"  # OpenCode tries that again
+        if self.status == 429:  # whose client knows by this that trying again is of no use
+            error["status"] = "RESOURCE_EXHAUSTED"  # others try that again
             error["details"] = [{"@type": "type.googleapis.com/google.rpc.QuotaFailure",
                                  "violations": [{"quotaId": "BudgetPerDay"}]}]
         body = json.dumps({"type": "error", "error": error}).encode()

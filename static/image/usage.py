@@ -41,7 +41,7 @@ class Marks:
 
     def __init__(self) -> None:
         self.tail, self.said, self.tools, self.sum = b"", "", False, 0
-        self.system = False  # Gemini's, which stands behind the messages and has a role, too
+        self.system = False  # that vendor's system instruction, which stands behind the messages and has a role
 
     def see(self, data: bytes) -> None:
         self.sum = zlib.crc32(data, self.sum)
@@ -53,7 +53,7 @@ class Marks:
                 self.tools = True
             elif self.system or field == b"systemInstruction":
                 self.system = bool(self.said)
-            elif role == b"user":  # Gemini CLI names the role behind what it is about
+            elif role == b"user":  # one vendor's role stands behind what it is about
                 self.said = "other" if self.said == "response" else "user"
             elif role not in (b"system", b"developer"):
                 self.said = "response" if field else "other"
