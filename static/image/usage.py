@@ -41,7 +41,7 @@ class Marks:
 
     def __init__(self) -> None:
         self.tail, self.said, self.tools, self.sum = b"", "", False, 0
-        self.system = False  # that vendor's system instruction, which stands behind the messages and has a role
+        self.system = False  # a system instruction behind the messages, which has a role too
 
     def see(self, data: bytes) -> None:
         self.sum = zlib.crc32(data, self.sum)
