@@ -66,8 +66,12 @@ class Refusal(proxy.Answer):
     """In the form that makes each agent show the text, and try only the 502 again."""
 
     def message(self) -> bytes:
-        error = {"type": "invalid_request_error", "code": self.status, "message": str(self),
-                 "status": "FAILED_PRECONDITION"}
+        error: dict[str, Any] = {"type": "invalid_request_error", "code": self.status,
+                                 "message": str(self), "status": "FAILED_PRECONDITION"}
+        if self.status == 429:  # whose client knows by this that trying again is of no use
+            error["status"] = "RESOURCE_EXHAUSTED"  # others try that again
+            error["details"] = [{"@type": "type.googleapis.com/google.rpc.QuotaFailure",
+                                 "violations": [{"quotaId": "BudgetPerDay"}]}]
         body = json.dumps({"type": "error", "error": error}).encode()
         again = "true" if self.status == 502 else "false"
         return (f"HTTP/1.1 {self.status} Refused\r\nContent-Type: application/json\r\n"
@@ -126,7 +130,14 @@ class Provider:
             except OSError:
                 pass
             sock.close()
-        return self.open()
+        try:
+            return self.open()
+        except ssl.SSLCertVerificationError as error:  # trying again mends nothing
+            reason = f"{self.host} is not trusted: {error.verify_message}"
+            raise self.refusal("upstream", reason) from None
+        except OSError as error:
+            reason = f"no TLS with {self.host}: {error.strerror or error}"
+            raise self.refusal("upstream", reason, 502) from None
 
     def open(self) -> socket.socket:
         target = proxy.Decision(self.host, self.port)
@@ -137,10 +148,9 @@ class Provider:
             sock.settimeout(proxy.CONNECT_SECONDS)
             return self.tls.wrap_socket(sock, server_hostname=self.host,
                                         suppress_ragged_eofs=False) if self.tls else sock
-        except OSError as error:
+        except OSError:
             sock.close()
-            reason = getattr(error, "verify_message", "") or error.strerror or str(error)
-            raise self.refusal("upstream", f"no TLS with {self.host}: {reason}") from None
+            raise
 
     def make_spare(self) -> None:
         with suppress(OSError, proxy.Answer):
@@ -329,7 +339,7 @@ class Exchange:
         self.held, self.head = b"", b""  # what is not yet sent, and what of the answer's has come
         self.sent = self.status = 0
         self.asked = self.ended = self.gone = self.framed = False
-        self.started = self.checked = self.moved = time.monotonic()
+        self.started = self.checked = time.monotonic()
 
     def run(self, outgoing: bytes, rest: bytes) -> None:
         """Raises Answer and OSError."""
@@ -403,7 +413,8 @@ class Exchange:
                 self.provider.turn = self.marks.sum
             self.send(self.held)
             self.asked = True
-            threading.Thread(target=self.provider.make_spare, daemon=True).start()
+            with suppress(RuntimeError):  # the limit on processes
+                threading.Thread(target=self.provider.make_spare, daemon=True).start()
 
     def send(self, data: bytes) -> None:
         self.server.settimeout(proxy.IDLE_SECONDS)

@@ -21,7 +21,7 @@ MODEL_BYTES = 64 * 1024  # of an answer, in which it names its model
 USAGE = re.compile(rb'"usage(?:Metadata)?"\s*:\s*(?=\{)')
 MODEL = re.compile(rb'"model(?:Version)?"\s*:\s*"([!#-[\]-~]{1,100})"')
 MARK = re.compile(rb'"role"\s*:\s*"(\w+)"|"type"\s*:\s*"(?:tool_result|\w+_call_output)"|'
-                  rb'"(functionResponse)"\s*:|"(tools)"\s*:\s*\[\s*\{')
+                  rb'"(functionResponse|systemInstruction)"\s*:|"(tools)"\s*:\s*\[\s*\{')
 # behind a model's name: a snapshot or a preview of it costs the same
 DATED = re.compile(r"[-@](?:latest|preview|exp|\d{6}|\d{4}-\d\d-\d\d).*")
 # of a usage's fields, those that mean the same
@@ -41,19 +41,22 @@ class Marks:
 
     def __init__(self) -> None:
         self.tail, self.said, self.tools, self.sum = b"", "", False, 0
+        self.system = False  # a system instruction behind the messages, which has a role too
 
     def see(self, data: bytes) -> None:
         self.sum = zlib.crc32(data, self.sum)
         data, end = self.tail + data, 0
         for match in MARK.finditer(data):
-            role, response, tools = match.groups()
+            role, field, tools = match.groups()
             end = match.end()
             if tools:
                 self.tools = True
-            elif role == b"user":  # Gemini CLI names the role behind what it is about
-                self.said = "" if self.said == "response" else "user"
+            elif self.system or field == b"systemInstruction":
+                self.system = bool(self.said)
+            elif role == b"user":  # one vendor's role stands behind what it is about
+                self.said = "other" if self.said == "response" else "user"
             elif role not in (b"system", b"developer"):
-                self.said = "response" if response else ""
+                self.said = "response" if field else "other"
         self.tail = data[max(end, len(data) - 64):]
 
     @property
