@@ -326,8 +326,10 @@ def carry_out() -> int:
     """Begin, end or watch the turn of our environment; the end is printed as JSON."""
     given = sandbox.parse_json(os.environ.pop("SANDBOX_TURN"))
     name, labels, id = given["session"]
-    turn = Turn(sandbox.ENGINES[given["runtime"]](), sandbox.Session(name, "", labels, id),
-                given["about"], given["bounds"], given["must"])
+    session = sandbox.Session(name, "", labels, id)
+    session.ours = id  # who has started us knows it
+    turn = Turn(sandbox.ENGINES[given["runtime"]](), session, given["about"], given["bounds"],
+                given["must"])
     try:
         if sys.argv[2] == "begin":
             turn.begin()
