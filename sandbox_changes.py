@@ -144,6 +144,7 @@ class Asked:
                                 "sandbox build, then sandbox recreate; or --no-checkpoint")
         if status == TURNED_STATUS or not os.path.isdir(spec["directory"]):
             return SandboxError(f"{spec['directory']} is gone or leads to another place by now",
+                                "put it back and try again" if self.session.copy else
                                 f"sandbox recreate {self.session.name}")
         if self.engine.diagnose(err) == "image":
             return SandboxError(f"{self.engine.name} has no image {spec['image']}",
@@ -310,7 +311,8 @@ class Turn:
         """For turn_argv(), and static/session/job.py: in an argv others would see a prompt."""
         session = self.session
         return {"SANDBOX_TURN_ARGV": repr(turn_argv()), "SANDBOX_TURN": sandbox.to_json({
-            "runtime": self.engine.name, "session": [session.name, session.labels, session.id],
+            "runtime": self.engine.name,
+            "session": [session.name, session.labels, session.id, session.ours],
             "about": self.about, "bounds": self.bounds, "must": self.must})}
 
 
@@ -325,9 +327,9 @@ def turn_argv(*verb: str) -> list[str]:
 def carry_out() -> int:
     """Begin, end or watch the turn of our environment; the end is printed as JSON."""
     given = sandbox.parse_json(os.environ.pop("SANDBOX_TURN"))
-    name, labels, id = given["session"]
+    name, labels, id, ours = given["session"]
     session = sandbox.Session(name, "", labels, id)
-    session.ours = id  # who has given it to us has looked
+    session.ours = ours
     turn = Turn(sandbox.ENGINES[given["runtime"]](), session, given["about"], given["bounds"],
                 given["must"])
     try:

@@ -491,17 +491,17 @@ def test_a_repository_that_cannot_take_commits_is_said(repository: Copied, engin
 def test_a_directory_that_leads_elsewhere_is_not_merged_into(repository: Copied, engine: Engine,
                                                              name: str) -> None:
     repository.make(name, "echo work >work")
-    elsewhere = engine.directory()
+    engine.project = elsewhere = engine.directory()  # where commands are started
     aside = repository.project.with_name(f"{repository.project.name}-aside")
     repository.project.rename(aside)
     repository.project.symlink_to(elsewhere)
-    refused = engine.sandbox("merge", name, cwd=elsewhere)
+    refused = engine.sandbox("merge", name)
     assert refused.returncode == 1 and "leads to another place" in refused.stderr
     assert list(elsewhere.iterdir()) == []
     repository.project.unlink()
-    refused = engine.sandbox("merge", name, cwd=elsewhere)
+    refused = engine.sandbox("merge", name)
     assert refused.returncode == 1 and "is gone or leads" in refused.stderr
-    assert "was not merged" in engine.sandbox("rm", name, cwd=elsewhere).stderr
+    assert "was not merged" in engine.sandbox("rm", name).stderr
     aside.rename(repository.project)
     assert repository.brought(name) == ["work"]
 
