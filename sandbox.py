@@ -2264,7 +2264,8 @@ def lock_file(path: str, *, shared: bool = False, waits: str = "",
 
     try:
         make_private(os.path.dirname(path))
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDONLY | os.O_CREAT,
+                       0o600)
     except OSError as error:
         if needed:
             raise FileError(path, error) from None
@@ -2299,7 +2300,8 @@ def forget_lock(name: str) -> None:
 
 def lock_homes(*, shared: bool = True) -> BinaryIO:
     """Keep `prune` from taking what is being made; it has this lock alone."""
-    return lock_file(lock_path("homes"), shared=shared,
+    # The folder itself, so that where nothing was made nothing is left.
+    return lock_file(os.path.join(sandbox_home(), "."), shared=shared,
                      waits="waiting for another command that makes or removes sessions")
 
 
@@ -2390,14 +2392,16 @@ def making_path(session: Session) -> str:
 
 
 def note_making(session: Session) -> None:
-    with suppress(OSError):
-        make_private(os.path.dirname(making_path(session)))
-        os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
+    for _ in range(3):  # another's end may take the folder that we have just made
+        with suppress(OSError):
+            make_private(os.path.dirname(making_path(session)))
+            return os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
 
 
 def forget_making(session: Session) -> None:
     with suppress(OSError):
         os.unlink(making_path(session))
+        os.rmdir(os.path.dirname(making_path(session)))
 
 
 def remember(engine: Engine, session: Session) -> None:
