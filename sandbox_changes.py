@@ -543,6 +543,8 @@ def asked_for(args: argparse.Namespace, session: Session,
               turns: Sequence[Row]) -> tuple[Row | None, list[str]]:
     """The turn and the paths, relative to the workspace, that a command was given."""
     words = [word for word in (args.turn, *args.paths) if word is not None]
+    if "" in words:  # of a variable that is not set
+        raise SandboxError("an empty word is no turn and no path", "leave it out", 2)
     paths = [in_workspace(session, word) for word in words]
     if not words:
         return None, []

@@ -488,6 +488,7 @@ def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
 
 
 BAD = [("diff", "nope", 1, "nothing has changed at nope"), ("diff", "-9", 1, "there is no turn -9"),
+       ("diff", "", 2, "an empty word is no turn"), ("undo", "", 2, "an empty word is no turn"),
        ("diff", "/etc", 2, "/etc is not in the workspace"), ("undo", "../x", 2, "is not in the wo"),
        ("undo", "nope", 1, "nothing is to change at nope")]
 
