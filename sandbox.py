@@ -2792,7 +2792,11 @@ def recreation(session: Session, flags: Layer, profile: str | None = None,
     config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
     layer = Layer(kept, "created")
     layer.variables = list(dict.fromkeys([*session.variables(), *flags.variables]))
-    return config, layer, spec_of(config)
+    spec = spec_of(config)
+    if session.copy and spec["sources"][0] != have["sources"][0]:  # merge would go there
+        raise SandboxError(f"{session.name} works on a copy of {have['sources'][0]}, for good",
+                           "sandbox run --copy there makes another one", 125)
+    return config, layer, spec
 
 
 def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
