@@ -3492,7 +3492,8 @@ def git_note(spec: Mapping[str, Any]) -> str:
     if any(within(top, source) is not None for source in sources):
         return ""
     if top != directory:
-        helps = ":" not in top and spec["workdir"] == spec["directory"]
+        helps = (":" not in top and spec["workdir"] == spec["directory"]
+                 and spec.get("workspace") != "copy")  # which it would lay open
         more = f", or with -v {quote_all([f'{top}:{top}'])}" if helps else ""
         return (f"git does not work in {directory}: its repository {top} is not mounted; run from "
                 f"{top}{more}")
