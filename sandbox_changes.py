@@ -196,6 +196,16 @@ def bounds(config: Config) -> dict[str, Any]:
     return found
 
 
+def bounds_of(session: Session) -> dict[str, Any]:
+    """The bounds() for what is done with turns that are there: a mistake in the configuration,
+    which was said, does not keep one from that, and then nothing is dropped.
+    """
+    try:
+        return bounds(sandbox.session_config(session))
+    except SandboxError:
+        return {"agents": [*sandbox.AGENTS], "keep": sys.maxsize, "maxBytes": sys.maxsize}
+
+
 class Turn:
     """A turn of a session, from the snapshot before to the one after; where nobody takes that, the
     next snapshot is its end.
@@ -638,7 +648,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
-    request = bounds(sandbox.session_config(session)) | {
+    request = bounds_of(session) | {
         "turn": first["id"], "tree": first["tree"], "only": not turn, "paths": paths,
         "dry": args.dry_run, "when": sandbox.iso_seconds(time.time())}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
@@ -655,7 +665,7 @@ def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
     undos = [turn for turn in turns_of(engine, session)
              if turn["kind"] == "undo" and not turn.get("redone")]
-    request = bounds(sandbox.session_config(session)) | {
+    request = bounds_of(session) | {
         "tree": undos[-1]["tree"] if undos else "main", "when": sandbox.iso_seconds(time.time())}
     return tell(ask_about(engine, session, "redo", request, None, writable=True))
 
@@ -749,7 +759,7 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     if session.store not in engine.ask(engine.argv("volumes")).split():
         raise SandboxError(f"the snapshots of {session.name} are gone, and so is what tells its "
                            "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
-    about = {**bounds(sandbox.session_config(session)), "when": sandbox.iso_seconds(time.time())}
+    about = {**bounds_of(session), "when": sandbox.iso_seconds(time.time())}
     ask_shadow(engine, session, "snapshot", about)
     answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
                         not dry, origin=True)

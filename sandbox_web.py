@@ -1900,8 +1900,8 @@ class Changes:
 
         known = self.log(engine, session, False)["turns"] if session.copy else []
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
-        bounds = sandbox_changes.bounds(sandbox.session_config(session))
-        request = {**bounds, "when": iso(time.time()), "tree": tree, **request}
+        request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
+                   **request}
         if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
             raise WebError("too_large", "these are too many paths", "name directories")
         return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
