@@ -121,7 +121,11 @@ class Asked:
             self.remove()
             raise self.failure(status, err)
         if status or "error" in answer:
-            raise Refused(answer)
+            refused = Refused(answer)
+            if refused.kind == "damaged":
+                refused.hint = ("is a disk full? If not, this begins with an empty one: "
+                                f"{self.engine.name} volume rm {self.session.store}")
+            raise refused
         return answer
 
     def is_slow(self) -> bool:

@@ -501,6 +501,11 @@ def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
         assert review.call(command, fails=1) == ""
         assert "damaged" in review.said and len(review.said.splitlines()) == 2
     assert review.state() == before
+    advised = f"{review.engine.runtime} volume rm {store}"
+    assert review.said.endswith(f": {advised}\n")
+    assert not review.engine.run(*advised.split()[1:]).returncode
+    review.turn("echo 2 >first")
+    assert review.call("undo") == "modified  first\n"
 
 
 BAD = [("diff", "nope", 1, "nothing has changed at nope"), ("diff", "-9", 1, "there is no turn -9"),
