@@ -5441,6 +5441,12 @@ def cmd_attach(args: argparse.Namespace) -> int:
         say(f"{shown_keys(keys)} leaves it running")
     status = join(engine, session, held, keys=keys, typing=typing)
     say(f"{held.title} has ended with status {status}")
+    import sandbox_changes
+
+    try:
+        sandbox_changes.report_turn(engine, session, held.id, held.runs)
+    except SandboxError as error:
+        say(f"what it has changed is not known: {error.message}")
     return status
 
 

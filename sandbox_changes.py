@@ -179,6 +179,7 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
+WATCHER_SECONDS = 20  # after the end of a program, for what watches over its turn
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
 # that it begins.
 WAIT = """n=0
@@ -394,6 +395,26 @@ def risk_lines(name: str, changes: Mapping[str, Any]) -> list[str]:
              for risk in changes["risks"][:SHOWN_RISKS]]
     more = changes["risky"] - len(lines)
     return [*lines, *([f"and {more} more: sandbox diff {name} {changes['turn']}"] * (more > 0))]
+
+
+def report_turn(engine: Engine, session: Session, id: str, just: bool) -> None:
+    """Say what this machine may execute or obey of what a program has changed that ran without a
+    client, if it was a turn. Of one that has just ended the last snapshot is waited for, which is
+    taken by what watches over it.
+    """
+    if not session.is_ours or session.store not in engine.ask(engine.argv("volumes")).split():
+        return
+    until = time.monotonic() + just * WATCHER_SECONDS
+    while True:
+        turns = rows_of(ask_shadow(engine, session, "log", {}), "turns", TURN)
+        turn = next((turn for turn in turns if turn["id"] == id), None)
+        if not turn or turn["after"] or time.monotonic() >= until:
+            break
+        time.sleep(1)
+    if turn and not turn["after"]:
+        say(f"what it has changed is not known yet: sandbox log {session.name}")
+    for line in risk_lines(session.name, changes) if (changes := summary(turn)) else ():
+        say(line)
 
 
 def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
