@@ -1207,14 +1207,14 @@ def post_duplicate(app: App, request: Request, params: Params) -> Answer:
     """
     engine, source = find(params["session"])
     data = fields(request.json(), name=str, agent=str, workspace=str)
-    name, keys = named(data), {"yolo": "agent", "workspace": "workspace"}
-    flags = Layer({"ports": [], **{key: data[field] for key, field in keys.items()
-                                   if field in data}}, "request", code=2, places=keys)
+    given = {"yolo" if field == "agent" else field: value for field, value in data.items()
+             if field != "name"}
+    flags = Layer({"ports": [], **given}, "request", code=2, places={"yolo": "agent"})
     config, kept, _ = sandbox.recreation(source, flags)
     settings = sandbox.settings_beside(source, flags)
     if "agent" in data and config.get("yolo") != source.agent:
         settings.pop("agentPromptCommand", None)
-    name = name or sandbox.generated_name(config.get("hostPath"))
+    name = named(data) or sandbox.generated_name(config.get("hostPath"))
     with CREATION_LOCK:
         check_free([engine], name)
         return create(app, [engine], name, config, kept, settings, source)
