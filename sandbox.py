@@ -5323,8 +5323,8 @@ def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
         os._exit(0)
 
 
-MENU = ("[y] keep  [n] remove it and its conversations  [1] again  {resume}[x] command  "
-        "[i] shell")
+MENU = ("[y] keep  [n] remove it, its conversations and snapshots  [1] again  {resume}"
+        "[x] command  [i] shell")
 
 
 def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
@@ -6200,8 +6200,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
-    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it or "
-                                       "its copy was not merged"}),
+    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it, or "
+                                       "(rm) its copy was not merged"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),

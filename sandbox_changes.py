@@ -248,7 +248,8 @@ class Turn:
             assert self.asked
             if self.asked.is_slow():
                 spec, _ = self.session.created()
-                sandbox.say(f"taking a snapshot of {spec['directory']}")
+                sandbox.say(f"taking a snapshot of {spec['directory']}: Ctrl-C ends it, "
+                            "--no-checkpoint goes without")
             self.asked.answer()
             self.begun = True
         except SandboxError as error:
@@ -860,9 +861,10 @@ def counted(number: int, what: str) -> str:
 
 def cmd_merge(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "merge")
-    if session.state == "running" and not args.dry_run:
-        say(f"{session.name} runs: what it writes from now on comes with the next merge")
     answer = merge_copy(engine, session, args.dry_run)
+    users = [] if args.dry_run else sandbox.users_of(engine, session)
+    if users:
+        say(f"what goes on in {session.name} comes with the next merge: {'; '.join(users[:3])}")
     status, commits = tell(answer, args.dry_run), answer["commits"]
     for line, _ in warnings(answer["changed"]):
         say(line)

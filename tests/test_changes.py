@@ -356,7 +356,9 @@ def test_ctrl_c_leaves_no_container(turns: Turns) -> None:
         wait_for(lambda: "locked" in turns.engine.run("logs", holder).stdout)
         client = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x", "echo x >made")
         assert client.stderr
-        assert client.stderr.readline() == f"sandbox: taking a snapshot of {turns.project}\n"
+        assert client.stderr.readline() == (
+            f"sandbox: taking a snapshot of {turns.project}: Ctrl-C ends it, "
+            "--no-checkpoint goes without\n")
         assert turns.containers()
         client.send_signal(signal.SIGINT)
         assert client.wait(60) == 130

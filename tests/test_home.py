@@ -493,7 +493,7 @@ def test_a_home_goes_with_its_session(engine: Engine, project: Path, home: Path,
     ran = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", "true", env=traced)
     assert ran.returncode == 0 and gone(engine, ran.stderr)
     with engine.pty("run", "-n", name, "-x", "true", env=traced) as screen:
-        screen.expect("[n] remove it and its conversations")
+        screen.expect("[n] remove it, its conversations and snapshots")
         screen.expect("Keep it?")
         screen.send("n\n")
         screen.expect(f"removed {name} with its conversations")
