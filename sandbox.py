@@ -2842,6 +2842,10 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
 def replace_container(engine: Engine, session: Session, config: Config, flags: Layer,
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
+    have, _ = session.created()
+    if session.copy and have["directory"] != spec["directory"]:
+        raise SandboxError(f"{session.name} works on a copy of {have['directory']}, for good",
+                           "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
@@ -2877,6 +2881,8 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                 if (wanted := settings()) != read_settings(session.name):
                     write_settings(session.name, wanted)
         remove_container(engine, session)
+        if session.is_ours and have["directory"] != spec["directory"]:
+            remove_volumes(engine, session.store)  # its snapshots are of the directory before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
     forget_terminals(session.name)
@@ -3817,7 +3823,7 @@ class RunRequest:
         self.engines = candidates(self.config)
         self.session: Session | None = None
         self.source: Session | None = None  # what it is to be a duplicate of
-        self.left_home = ""  # of a container of this name that is gone
+        self.left: Session | None = None  # of this name, whose container is gone
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
         self.turn: Turn | None = None  # begun and not yet entered
@@ -3836,7 +3842,7 @@ class RunRequest:
             if known and not self.session:
                 if not self.config.is_given("network"):
                     check_gone(known[1])
-                self.left_home = known[1].home
+                self.left = known[1]
         if self.session and args.source:
             raise SandboxError(f"there is a session {self.name} already",
                                "choose another name with -n", 125)
@@ -5131,12 +5137,20 @@ def home_for(request: RunRequest) -> str:
     """The home of a new session where there is one: a duplicate, or what `docker rm` has left."""
     if request.source:
         return duplicate_home(request.engines[0], request.source, request.config, request.spec)
-    engine, home = request.engines[0], request.left_home
-    if not home or home not in engine.ask(engine.argv("volumes")).split():
+    engine, left, spec = request.engines[0], request.left, request.spec
+    volumes = engine.ask(engine.argv("volumes")).split() if left else ()
+    if not left or left.home not in volumes:
         return ""
-    say(f"the container {request.name} is gone, and not by sandbox rm: its home was kept, and this "
-        "one goes on with it (--new makes another session)")
-    return home
+    gone = f"the container {request.name} is gone, and not by sandbox rm"
+    # The snapshots that belong to the home are of its directory or copy, and of no other.
+    have = left.labels.get("sandbox.directory"), left.labels.get("sandbox.workspace", "mount")
+    if have != (spec["directory"], spec.get("workspace", "mount")) or (
+            left.copy and left.copy not in volumes):
+        say(f"{gone}: its home, for {'a copy of ' * bool(left.copy)}{have[0]}, is not that of this "
+            "one (sandbox prune removes it)")
+        return ""
+    say(f"{gone}: its home was kept, and this one goes on with it (--new makes another session)")
+    return left.home
 
 
 def choose_session(args: argparse.Namespace) -> None:

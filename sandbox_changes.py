@@ -744,7 +744,11 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     if not session.copy:
         raise SandboxError(f"{session.name} works on the directory itself: nothing is to merge",
                            "sandbox run --copy makes a session that works on a copy")
-    if session.store not in engine.ask(engine.argv("volumes")).split():
+    volumes = engine.ask(engine.argv("volumes")).split()
+    if session.copy not in volumes:  # an engine would make it, and of an empty one all is deleted
+        raise SandboxError(f"the copy of {session.name} is gone: nothing is to merge",
+                           f"sandbox rm -f {session.name} removes the rest")
+    if session.store not in volumes:
         raise SandboxError(f"the snapshots of {session.name} are gone, and so is what tells its "
                            "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
     about = {**bounds(sandbox.session_config(session)), "when": sandbox.iso_seconds(time.time())}

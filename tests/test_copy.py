@@ -9,11 +9,12 @@ import signal
 import socket
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Engine, Process, Result, write_config
+from conftest import PYTHON, Engine, Process, Result, write_config
 from network import inspected
 from service import Service, wait_for
 from test_agents import IMAGE as AGENTS_IMAGE
@@ -373,6 +374,83 @@ def test_prune_names_the_copy_of_a_lost_session(repository: Copied, engine: Engi
         assert {copy, copy.replace("copy", "shadow")} <= volumes(engine)
     assert copy in engine.sandbox("prune", "--copies").stdout
     assert not {copy, copy.replace("copy", "shadow")} & volumes(engine)
+
+
+def remove_behind(engine: Engine, name: str) -> None:
+    engine.run("rm", "-f", *(["--time=0"] if engine.runtime == "podman" else []), name)
+    assert "is gone" in engine.sandbox("run", "-n", name, "-x", "true").stderr
+
+
+def test_what_a_lost_container_left_is_taken_only_for_the_same(repository: Copied, engine: Engine,
+                                                               name: str) -> None:
+    """The snapshots of a directory say nothing of a copy, or of another directory."""
+    repository.run(name, "true", "--checkpoint")
+    left = volume_of(engine, name, "home")
+    remove_behind(engine, name)
+    made = engine.sandbox("run", "-n", name, "--copy", "-x", "sh", "-c", "echo work >work; ls")
+    assert (made.returncode, made.stdout) == (0, "a\nb\nwork\n"), made
+    assert "its home was kept" not in made.stderr and "prune" in made.stderr
+    assert volume_of(engine, name, "home") != left
+    assert repository.brought(name) == ["work"]
+    assert (repository.read("a"), repository.read("b")) == (TEXT, "b\n")
+    remove_behind(engine, name)
+    kept = engine.sandbox("run", "-n", name, "--copy", "-x", "ls")
+    assert kept.stdout == "a\nb\nwork\n" and "its home was kept" in kept.stderr
+    copy = volume_of(engine, name)
+    remove_behind(engine, name)
+    engine.run("volume", "rm", copy)
+    again = engine.sandbox("run", "-n", name, "--copy", "-x", "sh", "-c", "rm b; ls")
+    assert again.stdout == "a\nwork\n" and volume_of(engine, name) != copy
+    assert repository.brought(name) == ["b"] and repository.read("a") == TEXT
+
+
+def test_a_copy_without_its_volume_is_not_merged(repository: Copied, engine: Engine, name: str,
+                                                 ) -> None:
+    """It would be made anew, and be empty: every file would go."""
+    repository.make(name, "echo work >work")
+    copy = volume_of(engine, name)
+    aside = f"{copy}-aside"  # an engine removes no volume of a container, so the name is changed
+    try:
+        engine.sandbox("stop", name)
+        answer = asked_with_copy(engine, name, aside)
+        assert "the copy of" in answer and "is gone" in answer
+        assert aside not in volumes(engine) and repository.read("a") == TEXT
+    finally:
+        engine.run("volume", "rm", aside)
+
+
+def asked_with_copy(engine: Engine, name: str, copy: str) -> str:
+    """What a merge says of a session whose copy is taken for another volume."""
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import sandbox, sandbox_changes
+engine, session = sandbox.find_session(sandbox.engines_of(), sys.argv[2])
+session.copy = sys.argv[3]
+try:
+    print(sandbox_changes.merge_copy(engine, session))
+except sandbox.SandboxError as error:
+    print(error.message)
+"""
+    done = subprocess.run([PYTHON, "-I", "-c", script, str(engine.area / "app"), name, copy],
+                          text=True, capture_output=True, **engine.where())
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def test_another_directory_begins_without_undos(copied: Copied, engine: Engine, name: str) -> None:
+    copied.run(name, "echo agent >made", "--checkpoint")
+    other = engine.directory()
+    (other / "mine").write_text("mine\n")
+    moved = engine.sandbox("recreate", name, "--hp", str(other))
+    assert moved.returncode == 0, moved.stderr
+    assert json.loads(engine.sandbox("log", name, "--json").stdout) == []
+    assert engine.sandbox("undo", name).returncode == 1
+    assert [path.name for path in other.iterdir()] == ["mine"]
+    copied.make(f"{name}-2", "echo work >work")
+    refused = engine.sandbox("recreate", f"{name}-2", "--hp", str(other))
+    assert refused.returncode and f"a copy of {copied.project}, for good" in refused.stderr
+    assert copied.brought(f"{name}-2") == ["work"]
 
 
 # --- Merging ---
