@@ -3138,7 +3138,9 @@ def remove_session(engine: Engine, session: Session) -> None:
         with suppress(OSError):  # first: this tells others who end with it, see check_removed()
             os.unlink(memory_path(engine, session.name))
         remove_container(engine, session)
-        remove_volumes(engine, session.home, session.copy, session.store)
+        # The labels of one that is not ours may name what belongs to another session.
+        ours = (session.copy, session.store) if session.is_ours else ()
+        remove_volumes(engine, session.home, *ours)
         forget_files(session.name)
         forget_lock(session.home)
 

@@ -808,8 +808,6 @@ def checked_out(common: str) -> set[str]:
 
 def unmerged(engine: Engine, session: Session) -> str:
     """What a copy holds that its directory does not have, in words; '' for nothing."""
-    if not session.is_ours:
-        return ""
     try:
         answer = merge_copy(engine, session, dry=True)
     except SandboxError as error:

@@ -453,6 +453,22 @@ def test_another_directory_begins_without_undos(copied: Copied, engine: Engine, 
     assert copied.brought(f"{name}-2") == ["work"]
 
 
+def test_a_copy_that_was_not_made_from_here_is_not_lost_unasked(repository: Copied, engine: Engine,
+                                                                service: Service, name: str,
+                                                                ) -> None:
+    repository.make(name, "echo work >work")
+    copy, store = volume_of(engine, name), volume_of(engine, name, "shadow")
+    other = f"{name}-2"
+    engine.run("rename", name, other)
+    refused = engine.sandbox("rm", other)
+    assert refused.returncode == 1 and "was not made from here" in refused.stderr
+    assert service.post(f"/api/sessions/{other}", method="DELETE").status == 409
+    assert {copy, store} <= volumes(engine)
+    assert engine.sandbox("rm", "-f", other).returncode == 0  # its labels may name another's
+    assert {copy, store} <= volumes(engine)
+    engine.run("volume", "rm", copy, store)
+
+
 # --- Merging ---
 
 
