@@ -768,7 +768,7 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     directory, branch = spec["sources"][0], f"sandbox/{session.name}"
     admin = sandbox.linked_admin(directory)[1]
     common = os.path.dirname(os.path.dirname(admin)) if admin else f"{directory}/.git"
-    found = {"branch": branch, "count": 0, "problem": ""}
+    found = {"branch": branch, "count": 0, "more": 0, "problem": ""}
     if os.path.isdir(f"{common}/reftable"):
         return found | {"problem": f"{common} has another format than git's files of refs"}
     folders = (common, f"{common}/objects", f"{common}/refs", f"{common}/refs/heads")
@@ -785,9 +785,9 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     argv = closed_argv(engine, session, "commits.sh", [branch, "01"[dry or problem != ""]],
                        binds, user=session.user)
     status, out, err = Output(argv, LONG_SECONDS).result(ANSWER_BYTES)
-    count = out.strip()
-    if count.isdecimal() and len(count) < 10:
-        found["count"] = int(count)
+    counts = out.split()
+    if len(counts) == 2 and all(count.isdecimal() and len(count) < 10 for count in counts):
+        found["count"], found["more"] = map(int, counts)
     if status == DIVERGED_STATUS:
         found["problem"] = f"the branch {branch} has other commits: rename it (git branch -m)"
     elif status:
@@ -813,14 +813,15 @@ def unmerged(engine: Engine, session: Session) -> str:
     except SandboxError as error:
         return f"it is not known how much, for {error.message}"
     paths = len(answer["changed"]) + sum(row["conflict"] for row in answer["left"])
-    commits, problem = answer["commits"]["count"], answer["commits"]["problem"]
-    return " and ".join([*(counted(number, what) for number, what in
-                           ((paths, "file"), (commits, "commit")) if number),
+    commits, more, problem = map(answer["commits"].get, ("count", "more", "problem"))
+    return " and ".join([*(counted(number, *what) for number, *what in
+                           ((paths, "file"), (commits, "commit"),
+                            (more, "commit", " on other branches or stashed")) if number),
                          *([problem] if problem and not commits else [])])
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def counted(number: int, what: str, where: str = "") -> str:
+    return f"{number} {what}{'s' * (number != 1)}{where}"
 
 
 def cmd_merge(args: argparse.Namespace) -> int:

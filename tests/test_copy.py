@@ -469,6 +469,26 @@ def test_a_copy_that_was_not_made_from_here_is_not_lost_unasked(repository: Copi
     engine.run("volume", "rm", copy, store)
 
 
+def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, name: str) -> None:
+    commit = "git commit -q --allow-empty -m"
+    repository.make(name, f"git checkout -qb feature; {commit} one; {commit} two; "
+                          "git tag -a t -m t; git checkout -q main")
+    refused = engine.sandbox("rm", name)
+    assert refused.returncode == 1, refused
+    assert "2 commits on other branches or stashed" in refused.stderr
+    assert "nothing to change" in repository.merge(name).stderr
+    repository.run(name, "git branch -qD feature; git tag -d t")
+    repository.run(name, "echo 1 >>a; git stash -q; echo 2 >>a; git stash -q", *AS_AGENT)
+    assert "commits on other branches or stashed" in engine.sandbox("rm", name).stderr
+    repository.run(name, f"git stash clear; git pack-refs --all; git checkout -q --orphan x; "
+                         f"git rm -rqf .; git checkout -q main; git branch y; {commit} three; "
+                         "git pack-refs --all")
+    assert ": 1 commit\n" in engine.sandbox("rm", name).stderr
+    repository.run(name, "git reset -q --hard y; mkfifo .git/refs/heads/fifo; echo bad >"
+                         ".git/refs/heads/bad; printf %040d 1 >.git/refs/heads/none")
+    assert engine.sandbox("rm", name).returncode == 0  # there is none by now
+
+
 # --- Merging ---
 
 
