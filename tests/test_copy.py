@@ -684,3 +684,24 @@ def test_the_service_makes_copies_and_loses_none(repository: Copied, engine: Eng
     refused = service.post(f"/api/sessions/{name}", method="DELETE")
     assert refused.status == 409 and "1 file" in refused.json["error"]["message"]
     assert service.post(f"/api/sessions/{name}?force=1", method="DELETE").status == 200
+
+
+@docker_only
+def test_a_name_taken_meanwhile_keeps_its_settings(copied: Copied, engine: Engine,
+                                                   service: Service, home: Path, name: str,
+                                                   ) -> None:
+    with (copied.project / "large").open("wb") as file:
+        for _ in range(50):
+            file.write(bytes(10 << 20))
+    before = volumes(engine)
+    with ThreadPoolExecutor() as pool:
+        posted = pool.submit(service.post, "/api/sessions", {
+            "name": name, "directory": str(copied.project), "workspace": "copy"})
+        wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
+        engine.run("create", "--name", name, AGENTS_IMAGE)
+        theirs = home / "sessions" / f"{name}.json"
+        theirs.parent.mkdir(exist_ok=True)
+        theirs.write_text('{"yolo": "codex"}')
+        assert posted.result().status != 201
+    assert theirs.read_text() == '{"yolo": "codex"}'
+    engine.run("rm", name)
