@@ -427,6 +427,23 @@ def test_protected_parts_of_git_can_only_be_read(turns: Turns, hooks: bool) -> N
     assert (bare.returncode, "nothing is protected" in bare.stderr) == (0, True)
 
 
+def test_a_turn_without_snapshots_does_not_start_unasked(turns: Turns) -> None:
+    """What a session that was not made from here would change, nobody could say."""
+    engine, theirs = turns.engine, f"{turns.name}-theirs"
+    assert turns.run("-x", "true").returncode == 0
+    engine.run("rename", turns.name, theirs)
+    turns.name = theirs
+    for option in ("--strict", "--checkpoint"):
+        refused = turns.run(option, "-x", "touch made")
+        assert refused.returncode == 125 and "--no-checkpoint" in refused.stderr, refused
+    assert not (turns.project / "made").exists()
+    assert turns.run("-x", "true").returncode == 0
+    config = json.loads((engine.home / "sandbox.json").read_text())
+    (engine.home / "sandbox.json").write_text(json.dumps(config | {"checkpoint": "try"}))
+    assert turns.run("-x", "touch made").returncode == 0
+    assert (turns.project / "made").exists()
+
+
 # --- The store's life ---
 
 
