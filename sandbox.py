@@ -3963,15 +3963,15 @@ def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping
     SandboxError where there should be one and cannot.
     """
     value = config.get("checkpoint")
-    if value is False or not (session.is_ours and (agent or value is True)):
+    if value is False or not (agent or value is True):
         return None
-    import sandbox_changes as changes
-
     if not session.is_ours:
         if value == "try":
             return None
         raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes",
                            "--no-checkpoint, or \"checkpoint\": \"try\", goes on without", 125)
+    import sandbox_changes as changes
+
     return changes.Turn(engine, session, about, changes.bounds(config), value != "try")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import sandbox
@@ -720,6 +720,12 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
     """Fill the copy of a session that is to be created, and take its first snapshot: what differs
     from that is its work. Raises SandboxError.
     """
+    with sandbox.lock_session(engine, source) if source else nullcontext():
+        fill_copy(engine, session, source)
+    ask_shadow(engine, session, "snapshot", {})
+
+
+def fill_copy(engine: Engine, session: Session, source: Session | None) -> None:
     directory = session.labels["sandbox.directory"]
     for argv in copy_argvs(engine, session, source):
         step = sandbox.Step(f"copy {directory}")
@@ -734,7 +740,6 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
         for line in step.tail:
             if line.startswith("not copied: "):
                 say(line)
-    ask_shadow(engine, session, "snapshot", {})
 
 
 def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str, Any]:
@@ -765,7 +770,7 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
 def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]:
     """Bring the commits of a copy as a branch into the person's repository."""
     spec, _ = session.created()
-    directory, branch = spec["sources"][0], f"sandbox/{session.name}"
+    directory, branch = spec["sources"][0], branch_of(session.name)
     admin = sandbox.linked_admin(directory)[1]
     common = os.path.dirname(os.path.dirname(admin)) if admin else f"{directory}/.git"
     found = {"branch": branch, "count": 0, "more": 0, "problem": ""}
@@ -795,6 +800,12 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     elif found["count"]:
         found["problem"] = problem
     return found
+
+
+def branch_of(name: str) -> str:
+    """The branch for the commits of a session: not each name is one, see git-check-ref-format."""
+    name = name.replace("..", "._")
+    return f"sandbox/{name}{'_' * name.endswith(('.', '.lock'))}"
 
 
 def checked_out(common: str) -> set[str]:

@@ -489,6 +489,30 @@ def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, 
     assert engine.sandbox("rm", name).returncode == 0  # there is none by now
 
 
+@docker_only
+def test_a_source_does_not_change_while_it_is_duplicated(copied: Copied, engine: Engine, name: str,
+                                                         ) -> None:
+    copied.make(name, "head -c 800000000 /dev/zero >large")
+    before = volumes(engine)
+    with engine.popen("run", "-n", f"{name}-2", "--from", name, "-x", "stat", "-c", "%s", "large",
+                      ) as run:
+        wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
+        removed = engine.sandbox("rm", "-f", name)
+        assert removed.returncode == 0 and "waiting for another command" in removed.stderr
+        assert run.stdout and run.stdout.read() == "800000000\n"
+
+
+@docker_only
+@pytest.mark.parametrize("ending", [".lock", "..b", "."])
+def test_a_name_that_is_no_branch_gets_one(repository: Copied, engine: Engine, name: str,
+                                           ending: str) -> None:
+    repository.make(f"{name}{ending}", "git commit -q --allow-empty -m work")
+    said = repository.merge(f"{name}{ending}").stderr
+    assert "1 commit came as the branch sandbox/" in said
+    branch = said.split("the branch ")[1].split()[0]
+    assert repository.git("log", "--format=%s", branch) == "work\nfirst\n"
+
+
 # --- Merging ---
 
 
