@@ -2486,6 +2486,11 @@ def spec_of(config: Config) -> dict[str, Any]:
     return spec | {"protect": protected_of(config, spec), "git": git_of(spec)}
 
 
+def source_of(spec: Mapping[str, Any]) -> str:
+    """The directory of a session without links; an old session's labels have only its path."""
+    return str(spec["sources"][0] if spec.get("sources") else resolved(spec["directory"]))
+
+
 def resolved(path: str) -> str:
     """The path without links. It is read once: what is checked is what the engine is given."""
     try:
@@ -2842,9 +2847,9 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
 def replace_container(engine: Engine, session: Session, config: Config, flags: Layer,
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
-    have, _ = session.created()
-    if session.copy and have["directory"] != spec["directory"]:
-        raise SandboxError(f"{session.name} works on a copy of {have['directory']}, for good",
+    place = source_of(session.created()[0])
+    if session.copy and place != spec["sources"][0]:
+        raise SandboxError(f"{session.name} works on a copy of {place}, for good",
                            "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
@@ -2881,7 +2886,7 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                 if (wanted := settings()) != read_settings(session.name):
                     write_settings(session.name, wanted)
         remove_container(engine, session)
-        if session.is_ours and have["directory"] != spec["directory"]:
+        if session.is_ours and place != spec["sources"][0]:
             remove_volumes(engine, session.store)  # its snapshots are of the directory before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
@@ -5152,10 +5157,12 @@ def home_for(request: RunRequest) -> str:
         return ""
     gone = f"the container {request.name} is gone, and not by sandbox rm"
     # The snapshots that belong to the home are of its directory or copy, and of no other.
-    have = left.labels.get("sandbox.directory"), left.labels.get("sandbox.workspace", "mount")
-    if have != (spec["directory"], spec.get("workspace", "mount")) or (
-            left.copy and left.copy not in volumes):
-        say(f"{gone}: its home, for {'a copy of ' * bool(left.copy)}{have[0]}, is not that of this "
+    place, wanted = "another directory", spec.get("workspace") == "copy"
+    with suppress(BrokenSession):
+        place = source_of(left.created()[0])
+    if (place, left.copy != "") != (spec["sources"][0], wanted) or (
+            wanted and left.copy not in volumes):
+        say(f"{gone}: its home, for {'a copy of ' * bool(left.copy)}{place}, is not that of this "
             "one (sandbox prune removes it)")
         return ""
     say(f"{gone}: its home was kept, and this one goes on with it (--new makes another session)")

@@ -69,8 +69,7 @@ def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
     spec, _ = session.created()
     if not session.is_ours:  # then its labels name neither what is mounted nor what runs there
         raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes")
-    source = spec["sources"][0] if spec.get("sources") else sandbox.resolved(spec["directory"])
-    source = source if origin or not session.copy else session.copy
+    source = session.copy if session.copy and not origin else sandbox.source_of(spec)
     bind = (source, WORK_DIRECTORY, "" if writable else "ro")
     script = sandbox.asset("session/mounts.sh").decode() + START
     return engine.closed_argv(

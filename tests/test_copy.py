@@ -447,6 +447,16 @@ def test_another_directory_begins_without_undos(copied: Copied, engine: Engine, 
     assert json.loads(engine.sandbox("log", name, "--json").stdout) == []
     assert engine.sandbox("undo", name).returncode == 1
     assert [path.name for path in other.iterdir()] == ["mine"]
+    link = copied.project / "link"
+    link.symlink_to(copied.project)
+    assert engine.sandbox("run", "-n", f"{name}-l", "--hp", str(link), "--checkpoint", "-x",
+                          "touch more").returncode == 0
+    link.unlink()
+    link.symlink_to(other)
+    remove_behind(engine, f"{name}-l")
+    again = engine.sandbox("run", "-n", f"{name}-l", "--hp", str(link), "-x", "ls")
+    assert again.stdout == "mine\n" and "its home was kept" not in again.stderr
+    assert json.loads(engine.sandbox("log", f"{name}-l", "--json").stdout) == []
     copied.make(f"{name}-2", "echo work >work")
     refused = engine.sandbox("recreate", f"{name}-2", "--hp", str(other))
     assert refused.returncode and f"a copy of {copied.project}, for good" in refused.stderr

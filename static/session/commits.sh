@@ -49,7 +49,8 @@ count() {
 }
 count=0
 [ -z "$tip" ] || count=$(count "$tip" --not --all) || exit 1
-more=$({ echo "$others"; named $ours | sed 's/^/^/'; } | grep . | count --ignore-missing --stdin --not --all $tip) || exit 1
+more=$({ echo "$others"; named $ours | sed 's/^/^/'; } | grep . |
+  count --ignore-missing --stdin --not --all $tip) || exit 1
 echo "$count $more"
 [ "$count" != 0 ] && [ "$dry" != 1 ] || exit 0
 git --git-dir=copy update-ref refs/heads/work "$tip" || exit 1
