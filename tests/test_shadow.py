@@ -623,6 +623,37 @@ def test_a_git_directory_is_undone_as_a_whole_or_not_at_all(workspace: Workspace
     assert second != workspace.state()
 
 
+@pytest.mark.parametrize("verb", ["undo", "redo"])
+def test_to_look_at_a_repository_is_no_change_of_it(workspace: Workspace, verb: str) -> None:
+    """git status writes the index anew, also that of a submodule."""
+    repository(workspace)
+    workspace.git("-c", "protocol.file.allow=always", "submodule", "add", "-q", str(workspace.top),
+                  "sub")
+    workspace.git("commit", "-qm", "a submodule")
+    heads = []
+    for text in ("one", "two"):
+        heads.append(workspace.git("rev-parse", "HEAD"))
+        with workspace.turn():
+            for top in (workspace.top / "sub", workspace.top):
+                (top / "README").write_text(text)
+                workspace.git("commit", "-qam", text, top=top)
+    heads.append(workspace.git("rev-parse", "HEAD"))
+
+    def look() -> None:
+        for top in (workspace.top, workspace.top / "sub"):
+            for name in top.glob("*E*"):
+                os.utime(name)
+        workspace.git("status")
+
+    look()
+    assert workspace.call("undo")["left"] == []
+    assert workspace.git("rev-parse", "HEAD") == heads[1]
+    look()
+    assert workspace.call(verb)["left"] == []
+    assert workspace.git("rev-parse", "HEAD") == heads[0 if verb == "undo" else 2]
+    assert workspace.git("status", "--porcelain") == ""
+
+
 def test_several_turns_are_undone_at_once_or_one_of_them(workspace: Workspace) -> None:
     workspace.write({"a": "0", "b": "0", "c": "0"})
     for name in "abc":

@@ -139,6 +139,7 @@ NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory
             "objects": "a repository's objects are not kept", "full": "the store was full",
             "unreadable": "it cannot be read", "deep": "it lies too deep"}
 
+INDEX = re.compile(r"(?:^|/)\.git/(?:(?:modules|worktrees)/.+/)?index$")
 WORK = "large", "full", "unreadable", "deep"  # what somebody may miss
 
 Row = tuple[Any, ...]  # name, mode, size, mtime, ctime (ns) and inode
@@ -352,8 +353,12 @@ class Store:
                           *sides, fine=(0, 1))
         tree, *names = output.rstrip(b"\0").split(b"\0")
         marked = re.compile(f"~(?:{'|'.join(sides)})(?:_[0-9]+)?(?=/|$)")
-        return tree.decode(), {whole_git(in_workspace(marked.sub("", os.fsdecode(name))))
-                               for name in names}
+        paths = {in_workspace(marked.sub("", os.fsdecode(name))) for name in names}
+        # git writes an index anew when one only looks, so it is theirs where nothing else is.
+        others = {whole_git(path) for path in paths if not INDEX.search(path)}
+        indexes = {path for path in paths if whole_git(path) not in others}
+        whole = tree.decode()
+        return self.graft(whole, theirs, indexes, True) if indexes else whole, others
 
     def graft(self, tree: str, source: str, paths: Iterable[str], whole: bool) -> str:
         """The tree with what another one has at these paths, with all that is in a directory."""
