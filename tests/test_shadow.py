@@ -987,6 +987,60 @@ def test_what_was_not_kept_of_a_copys_work_is_a_conflict_until_it_is_gone(
     assert workspace.call("merge", tree="origin", top=origin)["left"] == []
 
 
+def test_what_is_only_counted_is_no_conflict(workspace: Workspace) -> None:
+    """An ignored directory that the copy and the person have built in, or one has removed."""
+    workspace.write({"a": "0", ".gitignore": "build*\n", "build/x": "0", "built": "0",
+                     "build-copy/x": "0", "build-mine/x": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"build/x": "copy", "build-copy/x": "copy", "built": "copy"})
+        shutil.rmtree(workspace.top / "build-mine")
+    (origin / "build/x").write_text("mine")
+    (origin / "built").write_text("mine")
+    shutil.rmtree(origin / "build-copy")
+    for _ in range(2):
+        left = workspace.call("merge", tree="origin", top=origin)["left"]
+        assert [row["path"] for row in left if row["conflict"]] == ["built"]
+    workspace.write({"build/x": "the person's"})
+    left = workspace.call("undo")["left"]
+    assert left and not any(row["conflict"] for row in left)
+
+
+def test_a_turn_of_which_nothing_was_kept_is_in_nobodys_way(workspace: Workspace) -> None:
+    workspace.write({".gitignore": "build\n", "build/x": "0", "a": "0"})
+    with workspace.turn():
+        workspace.write({"a": "1"})
+    with workspace.turn():
+        workspace.write({"build/x": "1"})
+    assert not workspace.call("undo")["left"][0]["conflict"]
+    assert workspace.call("undo")["turns"] == ["t1"]
+    assert (workspace.top / "a").read_text() == "0"
+
+
+def test_a_large_file_that_the_person_has_copied_is_no_conflict(workspace: Workspace) -> None:
+    workspace.write({"a": "0"})
+    origin, large = workspace.area / "origin", workspace.top / "large"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn(), large.open("wb") as file:
+        file.truncate(20 << 20)
+    os.utime(large, ns=(10**18 + 1, 10**18 + 1))
+    workspace.call("snapshot")
+
+    def left() -> list[str]:
+        answer = workspace.call("merge", tree="origin", top=origin)["left"]
+        return [row["path"] for row in answer if row["conflict"]]
+
+    assert left() == ["large"]
+    shutil.copy2(large, origin)
+    os.utime(origin / "large", ns=(10**18, 10**18))  # as of an archive, which knows but seconds
+    assert left() == []
+    with large.open("ab") as file:
+        file.write(b"more")
+    workspace.call("snapshot")
+    assert left() == ["large"]
+
+
 def test_a_directory_of_many_files_is_no_slower_than_many_directories(workspace: Workspace) -> None:
     """What git does with a tree must not cost the square of its entries."""
     (workspace.top / "all").mkdir()

@@ -318,6 +318,13 @@ class Store:
         return {name: entry._replace(mode=modes.get(name, entry.mode)) if entry.kind == FILE
                 else entry for name, entry in found.items()}
 
+    def entry(self, tree: str, path: str) -> Entry | None:
+        """What a tree has there."""
+        for name in path.split("/"):
+            found = self.entries(tree).get(name) if tree else None
+            tree = found.id if found and found.kind == DIR else ""
+        return found
+
     def changes(self, old: str, new: str, path: str = "",
                 ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
         """Each path that differs between two trees; a directory for its mode and existence."""
@@ -857,6 +864,11 @@ class Walk:
         return "" if name in inner else self.loaded[folder].get(name)
 
 
+def same_file(one: Sequence[str], other: Sequence[str]) -> bool:
+    """By the size and the second of the last change, which is all that a copy keeps of a time."""
+    return [*one[:2], int(one[2]) // 10**9] == [*other[:2], int(other[2]) // 10**9]
+
+
 def not_kept(kind: str) -> str:
     return NOT_KEPT.get(kind, f"it is a {kind}")
 
@@ -890,6 +902,17 @@ class Restore:
                 self.changes[path] = old, new
                 self.done[path] = status(old, new)
         self.planned = {**self.changes}
+
+    def conflict(self, path: str, *sides: Entry | None) -> None:
+        """Both have changed it; of what is never kept it is not even known whether they differ."""
+        notes = [self.store.note(side.id).decode().split() if side.kind == NOTE else [""]
+                 for side in sides if side]
+        if len(notes) == 2 and notes[0][0] == "large" and same_file(*notes):
+            return  # the person has brought it
+        self.left[path] = "both have changed it"
+        if notes and all(kind and kind not in WORK for kind, *_ in notes):
+            self.left[path] = not_kept(notes[0][0])
+            self.never.add(path)
 
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
@@ -1321,7 +1344,8 @@ class Request:
                 restore.left[path] = "what is git's own does not leave a copy"
                 restore.never.add(path)
             elif below(path, self.paths):
-                restore.left[path] = "both have changed it"
+                restore.conflict(path, self.store.entry(walk.tree, path),
+                                 self.store.entry(steps[-1][1], path))
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
@@ -1340,7 +1364,7 @@ class Request:
                     theirs = self.store.graft(base, theirs, self.paths, True)
                 event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
                                                    - restore.never, False)
-            if self.paths == [""] and (restore.done or not restore.left):
+            if self.paths == [""] and (restore.done or restore.left.keys() <= restore.never):
                 for other in self.events:
                     if other["id"] in turns:
                         other["undone"] = kind == "undo"
