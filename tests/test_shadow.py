@@ -419,7 +419,8 @@ RISKY = [
     ".gitattributes", ".vscode/tasks.json", "deep/.idea/workspace.xml", ".envrc", ".bashrc",
     "AGENTS.md", ".mcp.json", ".github/workflows/ci.yml", "Makefile", "Dockerfile", "setup.py",
     "conftest.py", "vite.config.ts", ".npmrc", ".husky/pre-commit", ".GIT/config", "git~1/config",
-    ".g\u200cit/config", "some-agent.md", ".some-agent/settings.json", "x/SOME-AGENT.local.md"]
+    ".g\u200cit/config", "some-agent.md", ".some-agent/settings.json", "x/SOME-AGENT.local.md",
+    ".hg/hgrc"]
 HARMLESS = ["README.md", "src/main.py", ".git/HEAD", ".git/index", ".git/refs/heads/x",
             ".git/logs/HEAD", "doc/some-agents.md", ".git/hooks/x.sample", "config", "hooks/x"]
 
@@ -439,6 +440,26 @@ def test_what_the_host_may_execute_is_named_with_a_reason(workspace: Workspace) 
     assert found["out"]["risk"] == ["a link that leads out of the directory"]
     assert {row["path"] for row in workspace.call("log")["turns"][0]["risks"]} == {
         path for path in risky if "some" not in path.lower()}
+
+
+@pytest.mark.parametrize("how", ["ignored", "link"])
+def test_what_holds_such_a_file_and_is_seen_as_a_whole_is_named(workspace: Workspace, how: str,
+                                                               ) -> None:
+    risky = [".vscode", "deep/.idea", ".husky", ".hg", ".github", ".cargo"]
+    folders = [*risky, "docs", "target"]
+    workspace.write({".gitignore": "".join(f"/{path}/\n" for path in folders), "deep/x": "x"})
+    with workspace.turn():
+        for path in folders:
+            if how == "link":
+                (workspace.top / path).symlink_to("x")
+            else:
+                workspace.write({f"{path}/file": "x"})
+    found = rows(workspace.call("diff", turn="t1"))
+    assert {path for path, row in found.items() if row["risk"]} == {*risky}
+    assert found.keys() == {*folders}
+    for path in folders:
+        subprocess.run(["rm", "-r", path], cwd=workspace.top, check=True)
+    assert not any(row["risk"] for row in workspace.call("diff", now=True)["files"])
 
 
 def test_of_a_package_only_what_it_runs_is_a_risk(workspace: Workspace) -> None:

@@ -96,6 +96,8 @@ RISKS = (
     (r"\.git/.*", "git may obey it"),
     (r"\.gitmodules", "names repositories that git fetches and checks out"),
     (r"\.gitconfig|\.lfsconfig|HEAD", "git may take its directory or its settings from it"),
+    (r"\.hg(?:/hgrc.*|/sharedpath)?|\.jj(?:/.*config\.toml)?",
+     "version control runs programs that this file names"),
     (r"\.vscode/.*|.*\.code-workspace|\.idea/.*|\.fleet/.*|\.zed/.*|\.vs/.*|\.cursor/.*"
      r"|\.windsurf/.*", "an editor runs tasks and takes programs from it"),
     (r"\.exrc|\.n?vimrc|\.nvim\.lua|\.lvimrc|\.dir-locals\.el|\.sublime-project|\.projectile",
@@ -106,7 +108,7 @@ RISKS = (
      r"|config\.fish|.*\.fish", "a shell executes it when it starts"),
     (r"AGENTS\.md|\.?mcp\.json|\.cursorrules|\.windsurfrules|\.clinerules.*|\.roo/.*|\.aider.*"
      r"|\.agents?/.*|copilot-instructions\.md", "agents on the host obey it"),
-    (r"\.github/(?:workflows|actions)/.*|\.git(?:lab|ea|hub)-ci\.yml|\.(?:forgejo|gitea)/.*"
+    (r"\.github(?:/(?:workflows|actions)/.*)?|\.git(?:lab|ea|hub)-ci\.yml|\.(?:forgejo|gitea)/.*"
      r"|\.circleci/.*|Jenkinsfile|\.travis\.yml|azure-pipelines\.ya?ml|bitbucket-pipelines\.yml"
      r"|\.drone\.ya?ml|\.buildkite/.*|\.woodpecker.*|\.appveyor\.yml|cloudbuild\.ya?ml",
      "continuous integration runs it with its secrets"),
@@ -1065,9 +1067,12 @@ def risks(store: Store, path: str, old: Entry | None, new: Entry | None, agents:
           ) -> list[str]:
     """Why the host may execute or obey what has changed there."""
     found = list[str]()
-    match = risk_pattern().fullmatch(canonical(path))
-    if match and (reason := RISKS[(match.lastindex or 0) - 1][1]) and (new or in_git(path)):
-        found.append(reason)
+    whole = [f"{path}/x"] if new and new.kind in (NOTE, LINK) else []  # then we see nothing below
+    for name in (path, *whole):
+        match = risk_pattern().fullmatch(canonical(name))
+        if match and (reason := RISKS[(match.lastindex or 0) - 1][1]) and (new or in_git(path)):
+            found.append(reason)
+            break
     names = "|".join(re.escape(name) for name in agents)
     if names and re.search(rf"(?:^|/)\.?(?:{names})(?:\.[^/]*)?(?:/|$)", path, re.IGNORECASE):
         found.append("agents on the host obey it")
