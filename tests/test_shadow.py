@@ -693,6 +693,34 @@ def test_several_turns_are_undone_at_once_or_one_of_them(workspace: Workspace) -
     assert workspace.call("redo", fails=1)["error"] == "there is nothing to redo"
 
 
+def test_what_was_left_is_undone_and_redone_later(workspace: Workspace) -> None:
+    def write(text: str) -> None:
+        workspace.write(dict(zip("abc", text, strict=True)))
+
+    def now() -> tuple[str, bool]:
+        text = "".join((workspace.top / name).read_text() for name in "abc")
+        return text, bool(workspace.call("log")["turns"][0]["undone"])
+
+    write("000")
+    with workspace.turn() as turn:
+        write("111")
+    write("P11")
+    assert [row["path"] for row in workspace.call("undo")["left"]] == ["a"]
+    write("100")
+    assert workspace.call("undo", turn=turn, fails=1)["kind"] == "nothing"
+    workspace.call("undo", turn=turn, paths=["a"])
+    assert now() == ("000", True)
+    workspace.call("redo")  # of a path
+    assert now() == ("100", True)
+    write("1P0")
+    assert [row["path"] for row in workspace.call("redo")["left"]] == ["b"]
+    assert now() == ("1P1", False)
+    write("101")
+    assert workspace.call("redo", fails=1)["kind"] == "nothing"
+    workspace.call("redo", turn=turn, paths=["b"])
+    assert now() == ("111", False)
+
+
 def test_undo_of_a_path(workspace: Workspace) -> None:
     with workspace.turn():
         workspace.write({"a/b": "1", "a/c": "1", "ab": "1"})

@@ -1283,12 +1283,15 @@ class Request:
         return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
     def undo(self) -> dict[str, Any]:
+        turn = self.take("turn", str, "")
+        some = self.paths != [""]  # of a turn that was undone, some may have been left
         turns = [event for event in self.events if event["tree"] == self.label
-                 and event["kind"] in ("turn", "merge") and not event.get("undone")]
-        if turn := self.take("turn", str, ""):
+                 and event["kind"] in ("turn", "merge")
+                 and (not event.get("undone") or some and event["id"] == turn)]
+        if turn:
             if (first := self.find(turn)) not in turns:
-                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.",
-                              "nothing")
+                raise Failure(f"turn {printable(turn)} is undone already",
+                              "Try redo, or name the paths that were left.", "nothing")
             turns = [first] if self.take("only", bool, False) else turns[turns.index(first):]
         else:
             turns = turns[-1:]
@@ -1303,14 +1306,14 @@ class Request:
     def redo(self) -> dict[str, Any]:
         turn = self.take("turn", str, "")
         undos = [event for event in self.events if event["tree"] == self.label
-                 and event["kind"] == "undo" and not event.get("redone")
-                 and (not turn or turn in event["turns"])]
-        if not undos:
+                 and event["kind"] == "undo" and (not turn or turn in event["turns"])]
+        again = [event for event in undos if not event.get("redone")][-1:] or (
+            undos[::-1] if turn and self.paths != [""] else [])
+        if not again:
             raise Failure("there is nothing to redo", "No undo is kept that was not redone.",
                           "nothing")
-        event = undos[-1]
-        answer = self.bring(self.walk(), "redo", [(event["after"], event["before"])],
-                            turns=event["turns"], undo=event)
+        steps = [(event["after"], event["before"]) for event in again]
+        answer = self.bring(self.walk(), "redo", steps, turns=again[0]["turns"], undo=again[0])
         return self.finish(**answer)
 
     def merge(self) -> dict[str, Any]:
@@ -1370,7 +1373,7 @@ class Request:
                 event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
                                                    - restore.never, False)
             if self.paths == [""] and (restore.done or restore.left.keys() <= restore.never):
-                for other in self.events:
+                for other in self.events if not undo or undo["paths"] == [""] else ():
                     if other["id"] in turns:
                         other["undone"] = kind == "undo"
                 if undo:
