@@ -909,6 +909,30 @@ def test_a_restored_file_belongs_to_whom_its_directory_does(workspace: Workspace
     assert [os.stat(workspace.top / "d" / name).st_uid for name in "ab"] == [1234, 1234]
 
 
+def test_nobody_gets_the_rights_of_another_owner(workspace: Workspace) -> None:
+    """A restored file belongs to whom its directory does, who may be root."""
+    names = "gone", "rootly", "taken", "same", "mine"
+    workspace.write(dict.fromkeys(names, "1"))
+
+    def give(name: str, uid: int, mode: int) -> None:
+        os.chown(workspace.top / name, uid, uid)
+        (workspace.top / name).chmod(mode)
+
+    for name in names:
+        give(name, 0 if name == "mine" else 1234, 0o6755)
+    with workspace.turn():
+        for name in ("gone", "mine", "rootly"):
+            (workspace.top / name).unlink()
+        workspace.write({"rootly": "2", "same": "2"})
+        give("taken", 0, 0o755)
+        give("same", 1234, 0o755)
+    assert workspace.call("undo")["left"] == []
+    found = {name: (os.stat(workspace.top / name).st_uid,
+                    os.stat(workspace.top / name).st_mode & 0o7777) for name in names}
+    assert found == {"gone": (0, 0o755), "rootly": (0, 0o755), "taken": (0, 0o755),
+                     "same": (1234, 0o6755), "mine": (0, 0o6755)}
+
+
 def test_snapshots_wait_for_each_other(workspace: Workspace) -> None:
     many(workspace, "old")
     started = [subprocess.Popen(workspace.argv("snapshot", {"turn": {"id": f"p{at}"}}),

@@ -163,6 +163,7 @@ class Entry(NamedTuple):
     kind: str
     mode: int
     id: str  # of a note: of its text
+    owner: str = ""  # of a file that runs with the rights of that
 
 
 def row_of(name: str, st: os.stat_result) -> Row:
@@ -307,18 +308,20 @@ class Store:
 
     def entries(self, tree: str) -> dict[str, Entry]:
         """What a directory has, and itself as the entry with the empty name."""
-        found, modes = dict[str, Entry](), dict[str, int]()
+        found, modes = dict[str, Entry](), dict[str, tuple[int, str]]()
         for name, (mode, id) in self.raw(tree).items():
             mark, _, rest = os.fsdecode(name).partition("=")
             if mark == ":m":
-                modes[rest] = mode_of(self.note(id.hex()))
+                mode, _, owner = self.note(id.hex()).partition(b" ")
+                modes[rest] = mode_of(mode), owner.decode()
             elif mark == ":dir":
                 found[""] = Entry(DIR, mode_of(self.note(id.hex())), "")
             else:
                 kind = NOTE if mark else KINDS[mode]
                 found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id.hex())
-        return {name: entry._replace(mode=modes.get(name, entry.mode)) if entry.kind == FILE
-                else entry for name, entry in found.items()}
+        return {name: Entry(FILE, modes[name][0], entry.id, modes[name][1])
+                if name in modes and entry.kind == FILE else entry
+                for name, entry in found.items()}
 
     def entry(self, tree: str, path: str) -> Entry | None:
         """What a tree has there."""
@@ -777,7 +780,12 @@ class Walk:
         self.put(folder, mark + name, data, mode)
         full = stat.S_IMODE(row[1]) if mark == "=" and mode != b"120000" else 0o644
         if full not in (0o644, 0o755):
-            self.put(folder, f":m={name}", b"%o" % full)
+            text = b"%o" % full
+            if full & 0o6000:
+                with contextlib.suppress(OSError):
+                    st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    text += b" %d %d" % (st.st_uid, st.st_gid)
+            self.put(folder, f":m={name}", text)
         return row
 
     def look(self, fd: int, path: str, row: Row) -> tuple[Row, str, bytes, bytes] | None:
@@ -980,7 +988,7 @@ class Restore:
                 while data:
                     data = data[os.write(file, data):]
                 own(file, owner)
-                os.fchmod(file, new.mode)
+                os.fchmod(file, mode_for(file, new))
             finally:
                 os.close(file)
 
@@ -1018,10 +1026,10 @@ class Restore:
                 os.rename(self.staged[path][1], name, src_dir_fd=near, dst_dir_fd=fd)
             del self.staged[path]
         else:
-            set_mode(fd, name, new.mode)
+            set_mode(fd, name, new)
 
     def set_folder_mode(self, fd: int, name: str, path: str, new: Entry) -> None:
-        set_mode(fd, name, new.mode, os.O_DIRECTORY)
+        set_mode(fd, name, new, os.O_DIRECTORY)
 
 
 def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
@@ -1029,13 +1037,20 @@ def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
         os.chown(what, owner.st_uid, owner.st_gid, **where)
 
 
-def set_mode(fd: int, name: str, mode: int, flags: int = 0) -> None:
+def mode_for(file: int, new: Entry) -> int:
+    """With the rights of an owner only where that is whose they were."""
+    st = os.fstat(file)
+    same = new.kind == DIR or new.owner == f"{st.st_uid} {st.st_gid}"
+    return new.mode if same else new.mode & ~0o6000
+
+
+def set_mode(fd: int, name: str, new: Entry, flags: int = 0) -> None:
     """Not through a link, and also where the file may not be read. Raises OSError."""
     file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=fd)
     try:
         if stat.S_ISLNK(os.fstat(file).st_mode):
             raise OSError("it is a link now")
-        os.chmod(f"/proc/self/fd/{file}", mode)
+        os.chmod(f"/proc/self/fd/{file}", mode_for(file, new))
     finally:
         os.close(file)
 
@@ -1373,7 +1388,7 @@ class Request:
                 event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
                                                    - restore.never, False)
             if self.paths == [""] and (restore.done or restore.left.keys() <= restore.never):
-                for other in self.events if not undo or undo["paths"] == [""] else ():
+                for other in self.events if not undo or undo.get("paths", [""]) == [""] else ():
                     if other["id"] in turns:
                         other["undone"] = kind == "undo"
                 if undo:
