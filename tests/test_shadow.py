@@ -933,6 +933,32 @@ def test_nobody_gets_the_rights_of_another_owner(workspace: Workspace) -> None:
                      "same": (1234, 0o6755), "mine": (0, 0o6755)}
 
 
+def test_a_store_knows_the_directory_that_it_is_of(workspace: Workspace) -> None:
+    """As volumes are reused: the files of one directory never come into another one."""
+    workspace.write({"a": "0"})
+    workspace.call("snapshot", turn={"id": "before"})  # as of a version that did not say it
+    workspace.call("snapshot", end="before", directory="/one")
+    with workspace.turn():
+        workspace.write({"a": "1"})
+    other = workspace.area / "other"
+    other.mkdir()
+    (other / "mine").write_text("mine")
+    before = workspace.state(other), workspace.call("log")
+    for verb, request in (("snapshot", {"turn": {"id": "x"}}), ("snapshot", {}), ("undo", {}),
+                          ("redo", {}), ("diff", {"now": True})):
+        if verb == "redo":
+            workspace.call("undo", directory="/one")
+            before = before[0], workspace.call("log")
+        refused = workspace.call(verb, directory="/two", top=other, fails=1, **request)
+        assert refused["error"] == "the snapshots are those of /one, and not of /two"
+        assert refused["kind"] == "" and (workspace.state(other), workspace.call("log")) == before
+    merged = workspace.call("merge", tree="origin", directory="/two", top=other)
+    assert [row["path"] for row in merged["changed"]] == []
+    workspace.call("redo", directory="/one")
+    assert workspace.call("merge", tree="origin", directory="/one", top=other, fails=1)
+    assert (workspace.top / "a").read_text() == "1"
+
+
 def test_snapshots_wait_for_each_other(workspace: Workspace) -> None:
     many(workspace, "old")
     started = [subprocess.Popen(workspace.argv("snapshot", {"turn": {"id": f"p{at}"}}),

@@ -3,7 +3,8 @@
     shadow.py VERB STORE WORKSPACE [REQUEST]     REQUEST is a JSON object, or - to read it on stdin
 
     snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
-              only looks. All take "keep" and "maxBytes", and "agents", names that are risky below
+              only looks. All take "keep" and "maxBytes", "agents", names that are risky below, and
+              "directory", whose files these are: once it was said, no other has its tree
     log       {}: the turns, undos, redos and merges that are kept, with "paths" ([""]: all)
     diff      {"turn": ID, "paths": […], "patch": true, "now": true}; without a turn since the first
               snapshot; now: up to a new one, unless it is of a turn that has ended
@@ -1213,6 +1214,11 @@ class Request:
 
     def walk(self) -> Walk:
         """Take a snapshot."""
+        whose = self.take("directory", str, "")
+        known = self.store.state.setdefault("directories", {})
+        if whose and known.setdefault(self.label, whose) != whose:
+            raise Failure(f"the snapshots are those of {printable(known[self.label])}, "
+                          f"and not of {printable(whose)}", "Another directory takes a new store.")
         walk = Walk(self.store, self.workspace, self.label, self.most)
         walk.commit()
         self.store.save()
