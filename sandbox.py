@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from contextlib import suppress
     from functools import partial
-    from typing import Any, BinaryIO, NoReturn
+    from typing import Any, NoReturn
 
     from sandbox_changes import Turn
 else:
@@ -2253,10 +2253,26 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
     write_private(settings_path(name), to_json(settings, indent=2, ensure_ascii=False) + "\n")
 
 
+class FileLock:
+    """Others wait for it until it is closed. A folder can be locked, too."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def lock_file(path: str, *, shared: bool = False, waits: str = "",
-              needed: bool = False) -> BinaryIO:
-    """Have a lock until the file is closed, together with all who have it shared; `waits` is said
-    where that takes a while.
+              needed: bool = False) -> FileLock:
+    """Have a lock until it is closed, together with all who have it shared; `waits` is said where
+    that takes a while.
 
     On a disk without room for it we go on without, unless it is needed: then FileError is raised.
     """
@@ -2269,19 +2285,18 @@ def lock_file(path: str, *, shared: bool = False, waits: str = "",
     except OSError as error:
         if needed:
             raise FileError(path, error) from None
-        return open(os.devnull, "rb")
-    file = os.fdopen(lock, "rb")
+        return FileLock(os.open(os.devnull, os.O_RDONLY))
     how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
         if waits:
             say(waits)
-        fcntl.flock(file, how)
-    return file
+        fcntl.flock(lock, how)
+    return FileLock(lock)
 
 
-def lock_settings(name: str) -> BinaryIO:
+def lock_settings(name: str) -> FileLock:
     """Keep others from changing a session's settings, and from putting its rules in force, until
     the file is closed.
     """
@@ -2298,30 +2313,34 @@ def forget_lock(name: str) -> None:
         os.unlink(lock_path(name))
 
 
-def lock_homes(*, shared: bool = True) -> BinaryIO:
+def lock_homes(*, shared: bool = True) -> FileLock:
     """Keep `prune` from taking what is being made; it has this lock alone."""
     # The folder itself, so that where nothing was made nothing is left.
     return lock_file(os.path.join(sandbox_home(), "."), shared=shared,
                      waits="waiting for another command that makes or removes sessions")
 
 
-def lock_container(session: Session) -> BinaryIO:
+def lock_container(session: Session) -> FileLock:
     return lock_file(lock_path(session.home or session.id),
                      waits=f"waiting for another command that changes {session.name}")
 
 
-def lock_session(engine: Engine, session: Session) -> BinaryIO:
+def lock_session(engine: Engine, session: Session) -> FileLock:
     """Keep others from removing, renaming or copying a session, and from making it anew, until the
     file is closed.
 
     Raises Changed where one of them was first and its container is gone.
     """
     lock = lock_container(session)
-    if not follow_rename(engine, session):
+    try:
+        if follow_rename(engine, session):
+            return lock
+    except BaseException:
         lock.close()
-        raise Changed(f"{session.name} was changed by another command at this moment",
-                      "sandbox ps shows what there is now")
-    return lock
+        raise
+    lock.close()
+    raise Changed(f"{session.name} was changed by another command at this moment",
+                  "sandbox ps shows what there is now")
 
 
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,

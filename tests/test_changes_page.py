@@ -220,7 +220,8 @@ def test_what_an_agent_has_written_is_seen_and_not_obeyed(page: Page, service: S
         "<img src=x onerror=alert(1)>", "line\\x0abreak", "esc\\x1b[31m", "by\\xfftes\\x85",
         "evil\\u202egnp.exe", '"quoted"', " space ", "tag\\u{e0041}", "link", "bin", "fifo"])
     page.eval("document.querySelectorAll('.file').forEach((button) => button.click())")
-    page.wait("document.querySelectorAll('.file-body > *').length === 11")
+    page.wait("document.querySelectorAll('.file-body > *').length === 11 && "
+              "!document.querySelector('.files').textContent.includes('Loading')")
     text = page.eval("document.querySelector('.files').textContent")
     for seen in ("one\\x0d", "\\x1b[2J\\xff", "\\u2066\\u200b\\u0085\\u2028", "It is no text,",
                  "What it held was not kept: it is a fifo.",

@@ -1405,6 +1405,20 @@ def test_the_store_is_bounded(workspace: Workspace) -> None:
     workspace.git(f"--git-dir={workspace.store}/git", "fsck", "--full", "--strict")
 
 
+def test_a_store_that_cannot_be_smaller_is_kept_whole(workspace: Workspace) -> None:
+    """Newer gits write a reverse index beside each pack."""
+    workspace.write({"a": "one\n"})
+    workspace.call("snapshot")
+    workspace.git(f"--git-dir={workspace.store}/git", "config", "pack.writeReverseIndex", "true")
+    with workspace.turn():
+        (workspace.top / "noise").write_bytes(os.urandom(300_000))
+    for verb in ("prune", "prune", "undo", "prune", "redo"):
+        workspace.call(verb, maxBytes=1000)
+    assert (workspace.top / "noise").exists()
+    workspace.call("diff")
+    workspace.git(f"--git-dir={workspace.store}/git", "fsck", "--full", "--strict")
+
+
 @pytest.mark.parametrize("harm", ["cut", "gone", "state", "[]", '{"events": 7}', '{"packs": []}',
                                   "cache", "flipped"])
 def test_a_damaged_store_is_said_once(workspace: Workspace, harm: str) -> None:

@@ -424,10 +424,11 @@ class Store:
                     break
                 dropped += 1
             if dropped or len(packs) > 3:  # than of one pack
-                self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
-                         os.path.join(self.packs, "pack"), given=given)
-                new = self.pack_sizes()
-                self.state["packs"] = {name: new[name] for name in new.keys() - packs} or new
+                made = self.git("pack-objects", "-q", "--revs", "--delta-base-offset",
+                                "--window=5", os.path.join(self.packs, "pack"), given=given)
+                # It may have a name that is there, and files beside it that are not listed.
+                self.state["packs"] = {name: size for name, size in self.pack_sizes().items()
+                                       if name.startswith(f"pack-{made.decode().strip()}.")}
         if dropped or self.state["packs"] != packs:
             self.state["base"] = self.merged(events[:dropped])
             del events[:dropped]
