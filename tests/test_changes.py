@@ -427,6 +427,32 @@ def test_protected_parts_of_git_can_only_be_read(turns: Turns, hooks: bool) -> N
     assert (bare.returncode, "nothing is protected" in bare.stderr) == (0, True)
 
 
+def test_git_is_led_to_no_other_configuration(turns: Turns) -> None:
+    """By the files that take the place of a protected configuration: the host's git runs."""
+    git, marker = turns.project / ".git", turns.engine.area / "marker"
+    path = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1"}
+    as_owner = {"user": turns.engine.uid, "group": turns.engine.gid, "env": path}
+    subprocess.run(["git", "init", "-q", turns.project], check=True, env=path)
+    subprocess.run(["git", "config", "-f", git / "config", "extensions.worktreeConfig", "true"],
+                   check=True, env=path)
+    subprocess.run(["chown", "-R", f"{turns.engine.uid}:{turns.engine.gid}", git], check=True)
+    write_config(turns.engine.home, imageName=IMAGE.partition(":")[0], network="none",
+                 protect=["hooks", "config"])
+    evil = f'[core]\n\trepositoryformatversion = 0\n\tfsmonitor = "touch {marker}; false"\n'
+    tried = turns.run("-x", "mkdir -p evil/objects evil/refs && cp .git/HEAD evil/ && "
+                      f"printf %s {shlex.quote(evil)} >evil/config; sudo rm -f .git/commondir; "
+                      "sudo cp evil/config .git/config.worktree; echo ../evil >.git/commondir; "
+                      "git config --worktree x.y z; git status --short")
+    assert "evil/" in tried.stdout, tried
+    status = subprocess.run(["git", "-C", turns.project, "status", "--short"], text=True,
+                            capture_output=True, **as_owner)  # type: ignore[call-overload]
+    assert (status.stdout, status.stderr) == ("?? evil/\n", "") and not marker.exists()
+    assert turns.engine.sandbox("recreate", turns.name).returncode == 0
+    (git / "commondir").write_text("../evil\n")
+    refused = turns.engine.sandbox("recreate", turns.name)
+    assert refused.returncode and "leads git to another repository" in refused.stderr, refused
+
+
 # --- The store's life ---
 
 
