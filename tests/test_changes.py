@@ -245,6 +245,19 @@ def test_a_job_takes_its_snapshots_though_the_server_is_killed(turns: Turns, ser
     assert (turn["what"], turn["command"]) == ("prompt", prompt.split("\n")[0])
 
 
+@on_docker
+def test_a_prompt_of_one_long_line_is_a_turn(turns: Turns, service: Service) -> None:
+    """What is kept of it is a title: a request and a variable hold only so much."""
+    write_config(turns.engine.home, imageName=IMAGE.partition(":")[0], network="none",
+                 checkpoint=True, agentPromptCommand="sh -c {prompt}")
+    service.create(turns.name)
+    prompt = f"echo x >made; true {'日本' * 11_000}"
+    job = service.post(f"/api/sessions/{turns.name}/prompt", {"prompt": prompt}).json
+    assert service.ended(job)["exit"] == 0
+    (turn,) = turns.log()
+    assert turn["command"] == prompt[:200] and turns.changed(turn["id"]) == {"made"}
+
+
 def test_an_agents_terminal_in_the_browser_is_a_turn(turns: Turns, service: Service) -> None:
     write_stub_config(turns.engine, turns.engine.home)
     config = json.loads((turns.engine.home / "sandbox.json").read_text())
