@@ -5286,7 +5286,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
-        if turn and not turn.lasts and not turn.report() and request.args.strict:
+        strict = request.args.strict
+        if turn and not turn.lasts and not turn.report(strict) and strict:
             status = TAMPERED_STATUS
         if asks:
             follow_rename(engine, session)

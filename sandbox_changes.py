@@ -292,11 +292,17 @@ class Turn:
             os.write(self.watched, word)
         os.close(self.watched)
 
-    def report(self) -> bool:
-        """Say what this machine may execute or obey now; whether it is known to be nothing."""
-        for line in risk_lines(self.session.name, self.changes) if self.changes else ():
+    def report(self, strict: bool) -> bool:
+        """Say what this machine may execute or obey now; whether it is known to be nothing. If
+        `strict`, what runs on may do more later; to ask for that takes a call of the engine.
+        """
+        name = self.session.name
+        for line in risk_lines(name, self.changes) if self.changes else ():
             sandbox.say(line)
-        return self.changes is not None and not self.changes["risky"]
+        left = sandbox.used_by(self.engine, self.session).get(self.id) if strict else None
+        if left is not None:
+            sandbox.say(f"in {name} {left} runs on: what it changes from now on is in no turn")
+        return self.changes is not None and not self.changes["risky"] and left is None
 
     def watch(self, stdin: int) -> int:
         """Start what takes the last snapshot when stdin ends and brings nothing, and what runs has

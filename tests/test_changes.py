@@ -196,6 +196,13 @@ def test_turns_at_once_are_marked(turns: Turns) -> None:
 # --- Who takes the last snapshot ---
 
 
+def test_strict_does_not_pass_what_may_still_write(turns: Turns) -> None:
+    left = turns.run("--strict", "-x", "setsid sleep 98764 </dev/null >/dev/null 2>&1 & echo done")
+    assert (left.returncode, left.stdout) == (3, "done\n"), left.stderr
+    assert "sleep 98764 runs on: what it changes from now on is in no turn" in left.stderr
+    assert turns.run("--strict", "-x", "true").returncode == 0  # the next turn has not started it
+
+
 @pytest.mark.parametrize("how", ["detached", "left", "killed"])
 def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: str) -> None:
     wait = "until [ -e go ]; do sleep 0.1; done; echo x >made"
