@@ -390,10 +390,11 @@ def risk_lines(name: str, changes: Mapping[str, Any]) -> list[str]:
 
 def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
     """Give each turn `beside`, the ids of those that ran at the same time: it has their changes,
-    too.
+    too. One that was not ended does not run any more.
     """
     def began_within(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        return str(other.get("when")) <= str(one.get("when")) < str(other.get("ended") or "")
+        end = other.get("ended") or ("" if other.get("state") == "not ended" else "~")
+        return str(other.get("when")) <= str(one.get("when")) < str(end)
 
     spans = [turn for turn in turns if turn.get("kind") == "turn"]
     for turn in spans:
@@ -576,11 +577,11 @@ def turns_of(engine: Engine, session: Session) -> list[Row]:
         runs = sandbox.used_by(engine, session) | {
             job["id"]: job["what"] for job in sandbox.read_jobs(session.name)
             if job["state"] == "running"}
-    mark_overlaps(turns)
     for turn in turns:
         ended = turn["kind"] != "turn" or turn["after"]
         turn["state"] = ("undone" if turn["undone"] else "" if ended else
                          "running" if turn["id"] in runs else "not ended")
+    mark_overlaps(turns)
     return turns
 
 
@@ -636,7 +637,8 @@ def cmd_undo(args: argparse.Namespace) -> int:
     if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
     first = turn or left[-1]
-    runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
+    runs = [one["id"] for one in turns if one["state"] == "running" and (
+        one["id"] in first.get("beside", ()) or turns.index(one) >= turns.index(first))]
     if runs and not (args.dry_run or args.in_use):
         question = f"{sandbox.one_line(runs[-1])} still runs. Undo what it has done so far? [y/N] "
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
