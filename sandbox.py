@@ -2733,7 +2733,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
-    make_hooks(spec)
+    make_protected(spec)
     status, begun, new = 1, None, bool(source or not home)
     try:
         note_making(session)
@@ -3453,25 +3453,39 @@ def protected_of(config: Config, spec: Mapping[str, Any]) -> list[str]:
     return [] if theirs else config.all("protect")
 
 
+LEADING = {"commondir": ".\n", "config.worktree": ""}  # with what leads git nowhere else
+
+
 def protected_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed."""
-    parts = ["", *spec["protect"]] if spec.get("protect") else []
+    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed. Among
+    them are the files by which git would take another configuration and other hooks.
+    """
+    parts = ["", *spec["protect"], *LEADING] if spec.get("protect") else []
     return [(os.path.join(spec["sources"][0], ".git", part).rstrip("/"),
              os.path.join(spec["workdir"], ".git", part).rstrip("/"), "ro" if part else "")
             for part in parts]
 
 
-def make_hooks(spec: Mapping[str, Any]) -> None:
-    """Make the folder of hooks that is to be protected where there is none. Raises SandboxError."""
+def make_protected(spec: Mapping[str, Any]) -> None:
+    """Make what is to be protected where it is not there: or it could be made from inside.
+    Raises SandboxError.
+    """
     for path, _, _ in protected_binds(spec):
-        if os.path.basename(path) == "hooks":
-            try:
+        name = os.path.basename(path)
+        try:
+            if name == "hooks":
                 os.makedirs(path, exist_ok=True)
-            except OSError as error:
-                raise FileError(path, error) from None
+            elif name in LEADING and not os.path.lexists(path):
+                write_private(path, LEADING[name])
+                os.chmod(path, 0o644)  # others may use the repository, too
+        except OSError as error:
+            raise FileError(path, error) from None
         if os.path.realpath(path) != path:
             raise SandboxError(f"{path} is a link, which cannot be protected",
                                "put what it leads to there, or leave it out of protect", 125)
+        if name == "commondir" and read_small(path) != ".\n":
+            raise SandboxError(f"{path} leads git to another repository's configuration",
+                               "remove it if you have not made it, or leave out protect", 125)
 
 
 def make_worktree_config(spec: Mapping[str, Any]) -> None:
@@ -5302,7 +5316,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
-        if turn and not turn.lasts and not turn.report() and request.args.strict:
+        strict = request.args.strict
+        if turn and not turn.lasts and not turn.report(strict) and strict:
             status = TAMPERED_STATUS
         if asks:
             follow_rename(engine, session)

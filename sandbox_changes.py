@@ -291,11 +291,17 @@ class Turn:
             os.write(self.watched, word)
         os.close(self.watched)
 
-    def report(self) -> bool:
-        """Say what this machine may execute or obey now; whether it is known to be nothing."""
-        for line in risk_lines(self.session.name, self.changes) if self.changes else ():
+    def report(self, strict: bool) -> bool:
+        """Say what this machine may execute or obey now; whether it is known to be nothing. If
+        `strict`, what runs on may do more later; to ask for that takes a call of the engine.
+        """
+        name = self.session.name
+        for line in risk_lines(name, self.changes) if self.changes else ():
             sandbox.say(line)
-        return self.changes is not None and not self.changes["risky"]
+        left = sandbox.used_by(self.engine, self.session).get(self.id) if strict else None
+        if left is not None:
+            sandbox.say(f"in {name} {left} runs on: what it changes from now on is in no turn")
+        return self.changes is not None and not self.changes["risky"] and left is None
 
     def watch(self, stdin: int) -> int:
         """Start what takes the last snapshot when stdin ends and brings nothing, and what runs has
@@ -383,10 +389,11 @@ def risk_lines(name: str, changes: Mapping[str, Any]) -> list[str]:
 
 def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
     """Give each turn `beside`, the ids of those that ran at the same time: it has their changes,
-    too.
+    too. One that was not ended does not run any more.
     """
     def began_within(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        return str(other.get("when")) <= str(one.get("when")) < str(other.get("ended") or "")
+        end = other.get("ended") or ("" if other.get("state") == "not ended" else "~")
+        return str(other.get("when")) <= str(one.get("when")) < str(end)
 
     spans = [turn for turn in turns if turn.get("kind") == "turn"]
     for turn in spans:
@@ -569,11 +576,11 @@ def turns_of(engine: Engine, session: Session) -> list[Row]:
         runs = sandbox.used_by(engine, session) | {
             job["id"]: job["what"] for job in sandbox.read_jobs(session.name)
             if job["state"] == "running"}
-    mark_overlaps(turns)
     for turn in turns:
         ended = turn["kind"] != "turn" or turn["after"]
         turn["state"] = ("undone" if turn["undone"] else "" if ended else
                          "running" if turn["id"] in runs else "not ended")
+    mark_overlaps(turns)
     return turns
 
 
@@ -629,7 +636,8 @@ def cmd_undo(args: argparse.Namespace) -> int:
     if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
     first = turn or left[-1]
-    runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
+    runs = [one["id"] for one in turns if one["state"] == "running" and (
+        one["id"] in first.get("beside", ()) or turns.index(one) >= turns.index(first))]
     if runs and not (args.dry_run or args.in_use):
         question = f"{sandbox.one_line(runs[-1])} still runs. Undo what it has done so far? [y/N] "
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):

@@ -1452,7 +1452,7 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     try:
         turn = None
         if kind != "autostart":
-            title = sandbox.one_line(shown.get("prompt", command).strip().split("\n")[0])
+            title = sandbox.one_line(shown.get("prompt", command).strip().split("\n")[0][:200])
             about = {"id": id, "what": kind, "command": title}
             turn = sandbox.wanted_turn(config, engine, session, about, kind == "prompt")
         write_job(folder, {"job": job, "tag": tag})
