@@ -2797,7 +2797,11 @@ def recreation(session: Session, flags: Layer, profile: str | None = None,
     config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
     layer = Layer(kept, "created")
     layer.variables = list(dict.fromkeys([*session.variables(), *flags.variables]))
-    return config, layer, spec_of(config)
+    spec = spec_of(config)
+    if session.copy and spec["sources"][0] != have["sources"][0]:  # merge would go there
+        raise SandboxError(f"{session.name} works on a copy of {have['sources'][0]}, for good",
+                           "sandbox run --copy there makes another one", 125)
+    return config, layer, spec
 
 
 def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
@@ -3515,7 +3519,8 @@ def git_note(spec: Mapping[str, Any]) -> str:
     if any(within(top, source) is not None for source in sources):
         return ""
     if top != directory:
-        helps = ":" not in top and spec["workdir"] == spec["directory"]
+        helps = (":" not in top and spec["workdir"] == spec["directory"]
+                 and spec.get("workspace") != "copy")  # which it would lay open
         more = f", or with -v {quote_all([f'{top}:{top}'])}" if helps else ""
         return (f"git does not work in {directory}: its repository {top} is not mounted; run from "
                 f"{top}{more}")
@@ -5481,6 +5486,12 @@ def cmd_attach(args: argparse.Namespace) -> int:
         say(f"{shown_keys(keys)} leaves it running")
     status = join(engine, session, held, keys=keys, typing=typing)
     say(f"{held.title} has ended with status {status}")
+    import sandbox_changes
+
+    try:
+        sandbox_changes.report_turn(engine, session, held.id, held.runs)
+    except SandboxError as error:
+        say(f"what it has changed is not known: {error.message}")
     return status
 
 

@@ -120,7 +120,11 @@ class Asked:
             self.remove()
             raise self.failure(status, err)
         if status or "error" in answer:
-            raise Refused(answer)
+            refused = Refused(answer)
+            if refused.kind == "damaged":
+                refused.hint = ("is a disk full? If not, this begins with an empty one: "
+                                f"{self.engine.name} volume rm {self.session.store}")
+            raise refused
         return answer
 
     def is_slow(self) -> bool:
@@ -174,6 +178,7 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
+WATCHER_SECONDS = 20  # after the end of a program, for what watches over its turn
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
 # that it begins.
 WAIT = """n=0
@@ -193,6 +198,16 @@ def bounds(config: Config) -> dict[str, Any]:
         digits = size.rstrip("bkmg")
         found["maxBytes"] = int(digits) * UNITS[size[len(digits)]] if digits != size else int(size)
     return found
+
+
+def bounds_of(session: Session) -> dict[str, Any]:
+    """The bounds() for what is done with turns that are there: a mistake in the configuration,
+    which was said, does not keep one from that, and then nothing is dropped.
+    """
+    try:
+        return bounds(sandbox.session_config(session))
+    except SandboxError:
+        return {"agents": [*sandbox.AGENTS], "keep": sys.maxsize, "maxBytes": sys.maxsize}
 
 
 class Turn:
@@ -387,6 +402,26 @@ def risk_lines(name: str, changes: Mapping[str, Any]) -> list[str]:
     return [*lines, *([f"and {more} more: sandbox diff {name} {changes['turn']}"] * (more > 0))]
 
 
+def report_turn(engine: Engine, session: Session, id: str, just: bool) -> None:
+    """Say what this machine may execute or obey of what a program has changed that ran without a
+    client, if it was a turn. Of one that has just ended the last snapshot is waited for, which is
+    taken by what watches over it.
+    """
+    if not session.is_ours or session.store not in engine.ask(engine.argv("volumes")).split():
+        return
+    until = time.monotonic() + just * WATCHER_SECONDS
+    while True:
+        turns = rows_of(ask_shadow(engine, session, "log", {}), "turns", TURN)
+        turn = next((turn for turn in turns if turn["id"] == id), None)
+        if not turn or turn["after"] or time.monotonic() >= until:
+            break
+        time.sleep(1)
+    if turn and not turn["after"]:
+        say(f"what it has changed is not known yet: sandbox log {session.name}")
+    for line in risk_lines(session.name, changes) if (changes := summary(turn)) else ():
+        say(line)
+
+
 def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
     """Give each turn `beside`, the ids of those that ran at the same time: it has their changes,
     too. One that was not ended does not run any more.
@@ -549,6 +584,8 @@ def asked_for(args: argparse.Namespace, session: Session,
               turns: Sequence[Row]) -> tuple[Row | None, list[str]]:
     """The turn and the paths, relative to the workspace, that a command was given."""
     words = [word for word in (args.turn, *args.paths) if word is not None]
+    if "" in words:  # of a variable that is not set
+        raise SandboxError("an empty word is no turn and no path", "leave it out", 2)
     paths = [in_workspace(session, word) for word in words]
     if not words:
         return None, []
@@ -643,7 +680,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
-    request = bounds(sandbox.session_config(session)) | {
+    request = bounds_of(session) | {
         "turn": first["id"], "tree": first["tree"], "only": not turn, "paths": paths,
         "dry": args.dry_run, "when": sandbox.iso_seconds(time.time())}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
@@ -660,7 +697,7 @@ def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
     undos = [turn for turn in turns_of(engine, session)
              if turn["kind"] == "undo" and not turn.get("redone")]
-    request = bounds(sandbox.session_config(session)) | {
+    request = bounds_of(session) | {
         "tree": undos[-1]["tree"] if undos else "main", "when": sandbox.iso_seconds(time.time())}
     return tell(ask_about(engine, session, "redo", request, None, writable=True))
 
@@ -763,7 +800,7 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     if session.store not in volumes:
         raise SandboxError(f"the snapshots of {session.name} are gone, and so is what tells its "
                            "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
-    about = {**bounds(sandbox.session_config(session)), "when": sandbox.iso_seconds(time.time())}
+    about = {**bounds_of(session), "when": sandbox.iso_seconds(time.time())}
     ask_shadow(engine, session, "snapshot", about)
     answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
                         not dry, origin=True)

@@ -231,6 +231,20 @@ def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: s
     assert "later" not in turns.changed(turn["id"])
 
 
+def test_who_comes_back_is_told_what_may_be_executed(turns: Turns) -> None:
+    script = "echo begun; until [ -e go ]; do sleep 0.1; done; echo evil >>.envrc; exit 4"
+    assert turns.run("-d", "--checkpoint", "-x", script).returncode == 0
+    with turns.engine.pty("attach", turns.name, cols=200) as attached:
+        attached.expect("begun")
+        (turns.project / "go").touch()
+        attached.expect("has ended with status 4")
+        attached.expect(f"{turns.name} has changed .envrc: ")
+        assert attached.wait() == 4
+    assert turns.run("-d", "-x", "true").returncode == 0  # which is no turn
+    plain = turns.engine.sandbox("attach", turns.name)
+    assert plain.returncode == 0 and len(plain.stderr.splitlines()) == 1, plain
+
+
 def test_a_job_takes_its_snapshots_though_the_server_is_killed(turns: Turns, service: Service,
                                                                ) -> None:
     config = json.loads((turns.engine.home / "sandbox.json").read_text()) | {

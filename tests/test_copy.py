@@ -236,6 +236,20 @@ def test_it_survives_a_new_container_and_a_new_name(repository: Copied, engine: 
     assert not {volume, volume.replace("copy", "shadow")} & volumes(engine)
 
 
+def test_it_never_becomes_one_of_another_directory(repository: Copied, engine: Engine, name: str,
+                                                   ) -> None:
+    """A merge would go there."""
+    repository.make(name, "touch work")
+    other = engine.directory()
+    for status, words in ((1, ["recreate", name]), (125, ["run", "--from", name, "-x", "true"])):
+        refused = engine.sandbox(words[0], "--hp", str(other), *words[1:])
+        assert refused.returncode == status and "for good" in refused.stderr, refused
+    link = other / "link"
+    link.symlink_to(repository.project)
+    assert engine.sandbox("recreate", name, "--hp", str(link)).returncode == 0
+    assert repository.brought(name) == ["work"]
+
+
 def test_a_duplicate_has_the_work_and_knows_what_was_merged(repository: Copied, engine: Engine,
                                                             name: str) -> None:
     repository.make(name, "echo 1 >merged")
