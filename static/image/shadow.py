@@ -440,7 +440,7 @@ class Store:
 
 def damaged(message: str) -> Failure:
     return Failure(f"the store of snapshots is damaged: {message}",
-                   "Is its disk full? If not, remove it to begin a new one.")
+                   "Is its disk full? If not, remove it to begin a new one.", "damaged")
 
 
 def mode_of(text: bytes) -> int:
