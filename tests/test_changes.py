@@ -19,6 +19,7 @@ from conftest import IMAGE as TEST_IMAGE
 from conftest import PYTHON, Engine, Result, write_config
 from service import Service, wait_for
 from test_agents import ENV_FILE, IMAGE, ONCE, image, on_docker, write_stub_config
+from test_engines import sleeping
 
 import sandbox
 import sandbox_changes
@@ -229,6 +230,16 @@ def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: s
     (turns.project / "later").write_text("by the person")
     turns.ask("snapshot")
     assert "later" not in turns.changed(turn["id"])
+
+
+def test_a_turn_does_not_last_as_long_as_what_its_program_left(turns: Turns) -> None:
+    left = turns.run("-d", "--checkpoint", "-x",
+                     "setsid sh -c 'echo x >made; exec sleep 98763' </dev/null >/dev/null 2>&1 & "
+                     "until [ -e made ]; do sleep 0.1; done")
+    assert left.returncode == 0, left.stderr
+    (turn,) = turns.ended()
+    assert turns.changed(turn["id"]) == {"made"}
+    assert sleeping(turns.engine, turns.name, "98763") == 1
 
 
 def test_a_job_takes_its_snapshots_though_the_server_is_killed(turns: Turns, service: Service,
