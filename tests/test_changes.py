@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import IMAGE as TEST_IMAGE
-from conftest import PYTHON, Engine, Result, write_config
+from conftest import PYTHON, ROOT, Engine, Result, write_config
 from service import Service, wait_for
 from test_agents import ENV_FILE, IMAGE, ONCE, image, on_docker, write_stub_config
 from test_engines import sleeping
@@ -95,6 +95,13 @@ class Turns:
 @pytest.fixture
 def turns(engine: Engine, image: str, home: Path, project: Path, name: str) -> Turns:
     return Turns(engine, name)
+
+
+def test_what_is_asked_waits_for_no_reader() -> None:
+    """A pipe is full after 64 KiB, and after 8 for one who has many."""
+    ask = "import sandbox; print(sandbox.Output(['wc', '-c'], stdin=bytes(1 << 20)).result())"
+    done = subprocess.run([PYTHON, "-c", ask], cwd=ROOT, text=True, capture_output=True, timeout=30)
+    assert done.stdout == f"(0, '{1 << 20}\\n', '')\n", done.stderr
 
 
 # --- A turn ---
