@@ -2487,6 +2487,11 @@ def spec_of(config: Config) -> dict[str, Any]:
     return spec | {"protect": protected_of(config, spec), "git": git_of(spec)}
 
 
+def source_of(spec: Mapping[str, Any]) -> str:
+    """The directory of a session without links; an old session's labels have only its path."""
+    return str(spec["sources"][0] if spec.get("sources") else resolved(spec["directory"]))
+
+
 def resolved(path: str) -> str:
     """The path without links. It is read once: what is checked is what the engine is given."""
     try:
@@ -2793,7 +2798,11 @@ def recreation(session: Session, flags: Layer, profile: str | None = None,
     config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
     layer = Layer(kept, "created")
     layer.variables = list(dict.fromkeys([*session.variables(), *flags.variables]))
-    return config, layer, spec_of(config)
+    spec = spec_of(config)
+    if session.copy and spec["sources"][0] != have["sources"][0]:  # merge would go there
+        raise SandboxError(f"{session.name} works on a copy of {have['sources'][0]}, for good",
+                           "sandbox run --copy there makes another one", 125)
+    return config, layer, spec
 
 
 def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
@@ -2843,6 +2852,10 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
 def replace_container(engine: Engine, session: Session, config: Config, flags: Layer,
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
+    place = source_of(session.created()[0])
+    if session.copy and place != spec["sources"][0]:
+        raise SandboxError(f"{session.name} works on a copy of {place}, for good",
+                           "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
@@ -2878,6 +2891,8 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                 if (wanted := settings()) != read_settings(session.name):
                     write_settings(session.name, wanted)
         remove_container(engine, session)
+        if session.is_ours and place != spec["sources"][0]:
+            remove_volumes(engine, session.store)  # its snapshots are of the directory before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
     forget_terminals(session.name)
@@ -3133,7 +3148,9 @@ def remove_session(engine: Engine, session: Session) -> None:
         with suppress(OSError):  # first: this tells others who end with it, see check_removed()
             os.unlink(memory_path(engine, session.name))
         remove_container(engine, session)
-        remove_volumes(engine, session.home, session.copy, session.store)
+        # The labels of one that is not ours may name what belongs to another session.
+        ours = (session.copy, session.store) if session.is_ours else ()
+        remove_volumes(engine, session.home, *ours)
         forget_files(session.name)
         forget_lock(session.home)
 
@@ -3503,7 +3520,8 @@ def git_note(spec: Mapping[str, Any]) -> str:
     if any(within(top, source) is not None for source in sources):
         return ""
     if top != directory:
-        helps = ":" not in top and spec["workdir"] == spec["directory"]
+        helps = (":" not in top and spec["workdir"] == spec["directory"]
+                 and spec.get("workspace") != "copy")  # which it would lay open
         more = f", or with -v {quote_all([f'{top}:{top}'])}" if helps else ""
         return (f"git does not work in {directory}: its repository {top} is not mounted; run from "
                 f"{top}{more}")
@@ -3832,7 +3850,7 @@ class RunRequest:
         self.engines = candidates(self.config)
         self.session: Session | None = None
         self.source: Session | None = None  # what it is to be a duplicate of
-        self.left_home = ""  # of a container of this name that is gone
+        self.left: Session | None = None  # of this name, whose container is gone
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
         self.turn: Turn | None = None  # begun and not yet entered
@@ -3851,7 +3869,7 @@ class RunRequest:
             if known and not self.session:
                 if not self.config.is_given("network"):
                     check_gone(known[1])
-                self.left_home = known[1].home
+                self.left = known[1]
         if self.session and args.source:
             raise SandboxError(f"there is a session {self.name} already",
                                "choose another name with -n", 125)
@@ -3966,10 +3984,17 @@ class RunRequest:
 
 def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
                 agent: bool) -> Turn | None:
-    """The turn that a command of an agent, or another one, is to be; None for none."""
+    """The turn that a command of an agent, or another one, is to be; None for none. Raises
+    SandboxError where there should be one and cannot.
+    """
     value = config.get("checkpoint")
-    if value is False or not (session.is_ours and (agent or value is True)):
+    if value is False or not (agent or value is True):
         return None
+    if not session.is_ours:
+        if value == "try":
+            return None
+        raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes",
+                           "--no-checkpoint, or \"checkpoint\": \"try\", goes on without", 125)
     import sandbox_changes as changes
 
     return changes.Turn(engine, session, about, changes.bounds(config), value != "try")
@@ -5146,12 +5171,22 @@ def home_for(request: RunRequest) -> str:
     """The home of a new session where there is one: a duplicate, or what `docker rm` has left."""
     if request.source:
         return duplicate_home(request.engines[0], request.source, request.config, request.spec)
-    engine, home = request.engines[0], request.left_home
-    if not home or home not in engine.ask(engine.argv("volumes")).split():
+    engine, left, spec = request.engines[0], request.left, request.spec
+    volumes = engine.ask(engine.argv("volumes")).split() if left else ()
+    if not left or left.home not in volumes:
         return ""
-    say(f"the container {request.name} is gone, and not by sandbox rm: its home was kept, and this "
-        "one goes on with it (--new makes another session)")
-    return home
+    gone = f"the container {request.name} is gone, and not by sandbox rm"
+    # The snapshots that belong to the home are of its directory or copy, and of no other.
+    place, wanted = "another directory", spec.get("workspace") == "copy"
+    with suppress(BrokenSession):
+        place = source_of(left.created()[0])
+    if (place, left.copy != "") != (spec["sources"][0], wanted) or (
+            wanted and left.copy not in volumes):
+        say(f"{gone}: its home, for {'a copy of ' * bool(left.copy)}{place}, is not that of this "
+            "one (sandbox prune removes it)")
+        return ""
+    say(f"{gone}: its home was kept, and this one goes on with it (--new makes another session)")
+    return left.home
 
 
 def choose_session(args: argparse.Namespace) -> None:
@@ -5452,6 +5487,12 @@ def cmd_attach(args: argparse.Namespace) -> int:
         say(f"{shown_keys(keys)} leaves it running")
     status = join(engine, session, held, keys=keys, typing=typing)
     say(f"{held.title} has ended with status {status}")
+    import sandbox_changes
+
+    try:
+        sandbox_changes.report_turn(engine, session, held.id, held.runs)
+    except SandboxError as error:
+        say(f"what it has changed is not known: {error.message}")
     return status
 
 

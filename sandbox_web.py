@@ -1138,16 +1138,16 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
-    sandbox.forget_files(name)  # left of a session that was removed behind our back
-    sandbox.write_settings(name, settings)
+    with sandbox.lock_homes():
+        if source:
+            home = sandbox.duplicate_home(engines[0], source, config, spec)
+        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source)
+    # Only now is the name ours; what has it in its folders is of an earlier session.
+    sandbox.forget_files(name)
     try:
-        with sandbox.lock_homes():
-            if source:
-                home = sandbox.duplicate_home(engines[0], source, config, spec)
-            engine, session = sandbox.create_session(engines, name, config, flags, spec, home,
-                                                     source)
+        sandbox.write_settings(name, settings)
     except BaseException:
-        sandbox.forget_files(name)
+        sandbox.remove_session(engine, session)
         raise
     return finish_start(app, engine, session, 201)
 
@@ -1177,9 +1177,9 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     return finish_start(app, engine, session)
 
 
-def new_name(request: Request) -> str:
-    """The name that a request asks for, '' for none. Raises WebError."""
-    name = str(fields(request.json(), name=str).get("name", ""))
+def named(data: Mapping[str, Any]) -> str:
+    """The name that the fields of a request ask for, '' for none. Raises WebError."""
+    name = data.get("name", "")
     try:
         return sandbox.a_name(name) if name else ""
     except ValueError as error:
@@ -1189,7 +1189,7 @@ def new_name(request: Request) -> str:
 def post_rename(app: App, request: Request, params: Params) -> Answer:
     """Give a session another name; what runs in it goes on, and pages stay on its terminals."""
     engine, session = find(params["session"])
-    name, terminals = new_name(request), app.terminals.of(session.name)
+    name, terminals = named(fields(request.json(), name=str)), app.terminals.of(session.name)
     if not name:
         raise WebError("bad_request", "the name is missing")
     check_free([engine], name)
@@ -1201,15 +1201,22 @@ def post_rename(app: App, request: Request, params: Params) -> Answer:
 
 
 def post_duplicate(app: App, request: Request, params: Params) -> Answer:
-    """Create a session like another one, with a copy of its home; ports are its own."""
+    """Create a session like another one, with a copy of its home; ports are its own. It may have
+    another agent and workspace.
+    """
     engine, source = find(params["session"])
-    flags = Layer({"ports": []}, "request")
+    data = fields(request.json(), name=str, agent=str, workspace=str)
+    name, keys = named(data), {"yolo": "agent", "workspace": "workspace"}
+    flags = Layer({"ports": [], **{key: data[field] for key, field in keys.items()
+                                   if field in data}}, "request", code=2, places=keys)
     config, kept, _ = sandbox.recreation(source, flags)
-    name = new_name(request) or sandbox.generated_name(config.get("hostPath"))
+    settings = sandbox.settings_beside(source, flags)
+    if "agent" in data and config.get("yolo") != source.agent:
+        settings.pop("agentPromptCommand", None)
+    name = name or sandbox.generated_name(config.get("hostPath"))
     with CREATION_LOCK:
         check_free([engine], name)
-        return create(app, [engine], name, config, kept, sandbox.settings_beside(source, flags),
-                      source)
+        return create(app, [engine], name, config, kept, settings, source)
 
 
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
@@ -1893,8 +1900,8 @@ class Changes:
 
         known = self.log(engine, session, False)["turns"] if session.copy else []
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
-        bounds = sandbox_changes.bounds(sandbox.session_config(session))
-        request = {**bounds, "when": iso(time.time()), "tree": tree, **request}
+        request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
+                   **request}
         if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
             raise WebError("too_large", "these are too many paths", "name directories")
         return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,

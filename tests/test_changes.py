@@ -249,6 +249,20 @@ def test_a_turn_does_not_last_as_long_as_what_its_program_left(turns: Turns) -> 
     assert sleeping(turns.engine, turns.name, "98763") == 1
 
 
+def test_who_comes_back_is_told_what_may_be_executed(turns: Turns) -> None:
+    script = "echo begun; until [ -e go ]; do sleep 0.1; done; echo evil >>.envrc; exit 4"
+    assert turns.run("-d", "--checkpoint", "-x", script).returncode == 0
+    with turns.engine.pty("attach", turns.name, cols=200) as attached:
+        attached.expect("begun")
+        (turns.project / "go").touch()
+        attached.expect("has ended with status 4")
+        attached.expect(f"{turns.name} has changed .envrc: ")
+        assert attached.wait() == 4
+    assert turns.run("-d", "-x", "true").returncode == 0  # which is no turn
+    plain = turns.engine.sandbox("attach", turns.name)
+    assert plain.returncode == 0 and len(plain.stderr.splitlines()) == 1, plain
+
+
 def test_a_job_takes_its_snapshots_though_the_server_is_killed(turns: Turns, service: Service,
                                                                ) -> None:
     config = json.loads((turns.engine.home / "sandbox.json").read_text()) | {
@@ -463,6 +477,23 @@ def test_protected_parts_of_git_can_only_be_read(turns: Turns, hooks: bool) -> N
     subprocess.run(["rm", "-r", git], check=True)
     bare = turns.engine.sandbox("run", "-n", f"{turns.name}-bare", "-x", "true")
     assert (bare.returncode, "nothing is protected" in bare.stderr) == (0, True)
+
+
+def test_a_turn_without_snapshots_does_not_start_unasked(turns: Turns) -> None:
+    """What a session that was not made from here would change, nobody could say."""
+    engine, theirs = turns.engine, f"{turns.name}-theirs"
+    assert turns.run("-x", "true").returncode == 0
+    engine.run("rename", turns.name, theirs)
+    turns.name = theirs
+    for option in ("--strict", "--checkpoint"):
+        refused = turns.run(option, "-x", "touch made")
+        assert refused.returncode == 125 and "--no-checkpoint" in refused.stderr, refused
+    assert not (turns.project / "made").exists()
+    assert turns.run("-x", "true").returncode == 0
+    config = json.loads((engine.home / "sandbox.json").read_text())
+    (engine.home / "sandbox.json").write_text(json.dumps(config | {"checkpoint": "try"}))
+    assert turns.run("-x", "touch made").returncode == 0
+    assert (turns.project / "made").exists()
 
 
 def test_git_is_led_to_no_other_configuration(turns: Turns) -> None:

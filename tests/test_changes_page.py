@@ -383,8 +383,15 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
 
 def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: Service,
                                                            session: str) -> None:
-    top = service.engine.project
+    top, engine = service.engine.project, service.engine
     (top / "file").write_text("one\ntwo\n")
+    assert service.request("DELETE", f"/api/sessions/{session}").status == 200
+    given = engine.home / "given.env"
+    given.write_text("GIVEN=1\n")
+    # A session's own isolation holds for what is made of it.
+    made = engine.sandbox("run", "-n", session, "--net", "none", "--ef", str(given), "--memory",
+                          "700m", "-v", f"{engine.home}:/given:ro", "-x", "true")
+    assert made.returncode == 0, made.stderr
     open_changes(page, service, session)
     page.click(".scroll > div > .row button")
     page.see("One prompt to several agents", "dialog")
@@ -402,6 +409,12 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
     rows = {row["name"]: row for row in service.get("/api/sessions").json}
     assert [rows[name]["workspace"] for name in names] == ["copy"] * 2
     assert len({rows[name]["agent"] for name in names}) == 2
+    assert [rows[name]["network"] for name in names] == ["none"] * 2
+    for name in names:
+        inside = engine.sandbox("run", "-n", name, "-x", "echo $GIVEN; ls -d /given")
+        assert inside.stdout == "1\n/given\n", inside
+        limit = engine.run("inspect", "--format", "{{.HostConfig.Memory}}", name)
+        assert limit.stdout == f"{700 << 20}\n"
     assert (top / "file").read_text() == "one\ntwo\n" and not (top / "new").exists()
     (top / "file").write_text("one\ntwo\nthree\n")
     page.click(labelled(f"Merge {names[0]}"))

@@ -484,7 +484,11 @@ def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, pr
     assert not made.returncode, made
     turn = review.turn("sed -i s/1/agent/ both; echo new >new")
     assert {*review.state()} == {b".", b"both"} and {*review.rows(turn)} == {"both", "new"}
+    config = (home / "sandbox.json").read_text()
+    (home / "sandbox.json").write_text('{"memry": "1g", ' + config[1:])
     review.call("merge")
+    assert review.said.count("memry") == 1
+    (home / "sandbox.json").write_text(config)
     merged = review.state()
     (merge,) = [row["id"] for row in review.log() if row["kind"] == "merge"]
     assert {*review.rows(merge)} == {"both", "new"}
@@ -497,6 +501,18 @@ def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, pr
     assert {*review.state()} == {*merged}
     assert review.call("undo").splitlines() == ["modified  both", "deleted   new"]
     assert {*review.state()} == {*merged}, "of the copy"
+
+
+def test_a_mistake_in_the_configuration_keeps_nobody_from_it(review: Review) -> None:
+    """It is said once; and no turn goes that the person may have wanted to keep."""
+    for number in range(3):
+        review.turn(f"echo {number} >a")
+    config = review.engine.home / "sandbox.json"
+    config.write_text('{"checkpoint": {"keep": 1}, "memry": "1g", ' + config.read_text()[1:])
+    for command in ("undo", "redo"):
+        assert review.call(command) == "modified  a\n"
+        assert review.said.count("memry") == 1
+    assert len(review.log()) == 5
 
 
 def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
@@ -512,9 +528,15 @@ def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
         assert review.call(command, fails=1) == ""
         assert "damaged" in review.said and len(review.said.splitlines()) == 2
     assert review.state() == before
+    advised = f"{review.engine.runtime} volume rm {store}"
+    assert review.said.endswith(f": {advised}\n")
+    assert not review.engine.run(*advised.split()[1:]).returncode
+    review.turn("echo 2 >first")
+    assert review.call("undo") == "modified  first\n"
 
 
 BAD = [("diff", "nope", 1, "nothing has changed at nope"), ("diff", "-9", 1, "there is no turn -9"),
+       ("diff", "", 2, "an empty word is no turn"), ("undo", "", 2, "an empty word is no turn"),
        ("diff", "/etc", 2, "/etc is not in the workspace"), ("undo", "../x", 2, "is not in the wo"),
        ("undo", "nope", 1, "nothing is to change at nope")]
 
