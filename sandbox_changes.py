@@ -33,7 +33,7 @@ STORE_DIRECTORY, WORK_DIRECTORY = "/run/sandbox-store", "/run/sandbox-work"
 READING, WRITING = ("DAC_OVERRIDE",), ("DAC_OVERRIDE", "CHOWN", "FOWNER", "FSETID")
 LIMITS = {"memory": "2g", "pids-limit": 64}
 ANSWER_BYTES = 32 << 20
-REQUEST_BYTES = 32 << 10  # with the program it must fit into a pipe
+REQUEST_BYTES = 32 << 10
 SILENT_SECONDS = 3  # after which a person is told what is waited for
 LACKING_STATUS, TURNED_STATUS = 96, 97
 # Ends by itself where nobody is left to end it. The first process of a container ignores a signal
@@ -97,11 +97,14 @@ class Asked:
 
         self.engine, self.session = engine, session
         self.name = f"{session.store}-{sandbox.random_id()}"
-        text = sandbox.to_json(request).encode()
+        argv = shadow_argv(engine, session, self.name, verb, writable, origin)
+        spec, _ = session.created()
+        place = (spec.get("sources") or [sandbox.resolved(spec["directory"])])[0]
+        copied = "a copy of " if session.copy and not origin else ""
+        text = sandbox.to_json({**request, "directory": copied + place}).encode()
         if len(text) > REQUEST_BYTES:
             raise SandboxError("these are too many paths", "name a directory that holds them")
         program = zlib.compress(sandbox.asset("image/shadow.py"), 9)
-        argv = shadow_argv(engine, session, self.name, verb, writable, origin)
         self.output = Client(argv, LONG_SECONDS,
                              stdin=b"%d\n%s%s" % (len(program), program, text))
 
