@@ -1084,19 +1084,20 @@ class Output:
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
                  env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
-        """`seconds` from now it must have ended; `stdin` is less than a pipe takes."""
+        """`seconds` from now it must have ended."""
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
-        (given, end), (self.out, out), (self.err, err) = os.pipe(), os.pipe(), os.pipe()
+        given = os.memfd_create("stdin")  # a pipe that nobody reads yet takes only so much
+        (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            os.write(end, stdin)
+            os.pwrite(given, stdin, 0)
             self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
         finally:
-            self.close(given, end, out, err)
+            self.close(given, out, err)
 
     @staticmethod
     def close(*fds: int) -> None:
@@ -2486,6 +2487,11 @@ def spec_of(config: Config) -> dict[str, Any]:
     return spec | {"protect": protected_of(config, spec), "git": git_of(spec)}
 
 
+def source_of(spec: Mapping[str, Any]) -> str:
+    """The directory of a session without links; an old session's labels have only its path."""
+    return str(spec["sources"][0] if spec.get("sources") else resolved(spec["directory"]))
+
+
 def resolved(path: str) -> str:
     """The path without links. It is read once: what is checked is what the engine is given."""
     try:
@@ -2728,7 +2734,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
-    make_hooks(spec)
+    make_protected(spec)
     status, begun, new = 1, None, bool(source or not home)
     try:
         note_making(session)
@@ -2846,6 +2852,10 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
 def replace_container(engine: Engine, session: Session, config: Config, flags: Layer,
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
+    place = source_of(session.created()[0])
+    if session.copy and place != spec["sources"][0]:
+        raise SandboxError(f"{session.name} works on a copy of {place}, for good",
+                           "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
@@ -2881,6 +2891,8 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                 if (wanted := settings()) != read_settings(session.name):
                     write_settings(session.name, wanted)
         remove_container(engine, session)
+        if session.is_ours and place != spec["sources"][0]:
+            remove_volumes(engine, session.store)  # its snapshots are of the directory before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
     forget_terminals(session.name)
@@ -3136,7 +3148,9 @@ def remove_session(engine: Engine, session: Session) -> None:
         with suppress(OSError):  # first: this tells others who end with it, see check_removed()
             os.unlink(memory_path(engine, session.name))
         remove_container(engine, session)
-        remove_volumes(engine, session.home, session.copy, session.store)
+        # The labels of one that is not ours may name what belongs to another session.
+        ours = (session.copy, session.store) if session.is_ours else ()
+        remove_volumes(engine, session.home, *ours)
         forget_files(session.name)
         forget_lock(session.home)
 
@@ -3444,25 +3458,39 @@ def protected_of(config: Config, spec: Mapping[str, Any]) -> list[str]:
     return [] if theirs else config.all("protect")
 
 
+LEADING = {"commondir": ".\n", "config.worktree": ""}  # with what leads git nowhere else
+
+
 def protected_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed."""
-    parts = ["", *spec["protect"]] if spec.get("protect") else []
+    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed. Among
+    them are the files by which git would take another configuration and other hooks.
+    """
+    parts = ["", *spec["protect"], *LEADING] if spec.get("protect") else []
     return [(os.path.join(spec["sources"][0], ".git", part).rstrip("/"),
              os.path.join(spec["workdir"], ".git", part).rstrip("/"), "ro" if part else "")
             for part in parts]
 
 
-def make_hooks(spec: Mapping[str, Any]) -> None:
-    """Make the folder of hooks that is to be protected where there is none. Raises SandboxError."""
+def make_protected(spec: Mapping[str, Any]) -> None:
+    """Make what is to be protected where it is not there: or it could be made from inside.
+    Raises SandboxError.
+    """
     for path, _, _ in protected_binds(spec):
-        if os.path.basename(path) == "hooks":
-            try:
+        name = os.path.basename(path)
+        try:
+            if name == "hooks":
                 os.makedirs(path, exist_ok=True)
-            except OSError as error:
-                raise FileError(path, error) from None
+            elif name in LEADING and not os.path.lexists(path):
+                write_private(path, LEADING[name])
+                os.chmod(path, 0o644)  # others may use the repository, too
+        except OSError as error:
+            raise FileError(path, error) from None
         if os.path.realpath(path) != path:
             raise SandboxError(f"{path} is a link, which cannot be protected",
                                "put what it leads to there, or leave it out of protect", 125)
+        if name == "commondir" and read_small(path) != ".\n":
+            raise SandboxError(f"{path} leads git to another repository's configuration",
+                               "remove it if you have not made it, or leave out protect", 125)
 
 
 def make_worktree_config(spec: Mapping[str, Any]) -> None:
@@ -3822,7 +3850,7 @@ class RunRequest:
         self.engines = candidates(self.config)
         self.session: Session | None = None
         self.source: Session | None = None  # what it is to be a duplicate of
-        self.left_home = ""  # of a container of this name that is gone
+        self.left: Session | None = None  # of this name, whose container is gone
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
         self.turn: Turn | None = None  # begun and not yet entered
@@ -3841,7 +3869,7 @@ class RunRequest:
             if known and not self.session:
                 if not self.config.is_given("network"):
                     check_gone(known[1])
-                self.left_home = known[1].home
+                self.left = known[1]
         if self.session and args.source:
             raise SandboxError(f"there is a session {self.name} already",
                                "choose another name with -n", 125)
@@ -3956,10 +3984,17 @@ class RunRequest:
 
 def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
                 agent: bool) -> Turn | None:
-    """The turn that a command of an agent, or another one, is to be; None for none."""
+    """The turn that a command of an agent, or another one, is to be; None for none. Raises
+    SandboxError where there should be one and cannot.
+    """
     value = config.get("checkpoint")
-    if value is False or not (session.is_ours and (agent or value is True)):
+    if value is False or not (agent or value is True):
         return None
+    if not session.is_ours:
+        if value == "try":
+            return None
+        raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes",
+                           "--no-checkpoint, or \"checkpoint\": \"try\", goes on without", 125)
     import sandbox_changes as changes
 
     return changes.Turn(engine, session, about, changes.bounds(config), value != "try")
@@ -5136,12 +5171,22 @@ def home_for(request: RunRequest) -> str:
     """The home of a new session where there is one: a duplicate, or what `docker rm` has left."""
     if request.source:
         return duplicate_home(request.engines[0], request.source, request.config, request.spec)
-    engine, home = request.engines[0], request.left_home
-    if not home or home not in engine.ask(engine.argv("volumes")).split():
+    engine, left, spec = request.engines[0], request.left, request.spec
+    volumes = engine.ask(engine.argv("volumes")).split() if left else ()
+    if not left or left.home not in volumes:
         return ""
-    say(f"the container {request.name} is gone, and not by sandbox rm: its home was kept, and this "
-        "one goes on with it (--new makes another session)")
-    return home
+    gone = f"the container {request.name} is gone, and not by sandbox rm"
+    # The snapshots that belong to the home are of its directory or copy, and of no other.
+    place, wanted = "another directory", spec.get("workspace") == "copy"
+    with suppress(BrokenSession):
+        place = source_of(left.created()[0])
+    if (place, left.copy != "") != (spec["sources"][0], wanted) or (
+            wanted and left.copy not in volumes):
+        say(f"{gone}: its home, for {'a copy of ' * bool(left.copy)}{place}, is not that of this "
+            "one (sandbox prune removes it)")
+        return ""
+    say(f"{gone}: its home was kept, and this one goes on with it (--new makes another session)")
+    return left.home
 
 
 def choose_session(args: argparse.Namespace) -> None:
@@ -5277,7 +5322,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
-        if turn and not turn.lasts and not turn.report() and request.args.strict:
+        strict = request.args.strict
+        if turn and not turn.lasts and not turn.report(strict) and strict:
             status = TAMPERED_STATUS
         if asks:
             follow_rename(engine, session)

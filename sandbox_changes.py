@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import sandbox
@@ -33,7 +33,7 @@ STORE_DIRECTORY, WORK_DIRECTORY = "/run/sandbox-store", "/run/sandbox-work"
 READING, WRITING = ("DAC_OVERRIDE",), ("DAC_OVERRIDE", "CHOWN", "FOWNER", "FSETID")
 LIMITS = {"memory": "2g", "pids-limit": 64}
 ANSWER_BYTES = 32 << 20
-REQUEST_BYTES = 32 << 10  # with the program it must fit into a pipe
+REQUEST_BYTES = 32 << 10
 SILENT_SECONDS = 3  # after which a person is told what is waited for
 LACKING_STATUS, TURNED_STATUS = 96, 97
 # Ends by itself where nobody is left to end it. The first process of a container ignores a signal
@@ -69,8 +69,7 @@ def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
     spec, _ = session.created()
     if not session.is_ours:  # then its labels name neither what is mounted nor what runs there
         raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes")
-    source = spec["sources"][0] if spec.get("sources") else sandbox.resolved(spec["directory"])
-    source = source if origin or not session.copy else session.copy
+    source = session.copy if session.copy and not origin else sandbox.source_of(spec)
     bind = (source, WORK_DIRECTORY, "" if writable else "ro")
     script = sandbox.asset("session/mounts.sh").decode() + START
     return engine.closed_argv(
@@ -98,11 +97,14 @@ class Asked:
 
         self.engine, self.session = engine, session
         self.name = f"{session.store}-{sandbox.random_id()}"
-        text = sandbox.to_json(request).encode()
+        argv = shadow_argv(engine, session, self.name, verb, writable, origin)
+        spec, _ = session.created()
+        place = (spec.get("sources") or [sandbox.resolved(spec["directory"])])[0]
+        copied = "a copy of " if session.copy and not origin else ""
+        text = sandbox.to_json({**request, "directory": copied + place}).encode()
         if len(text) > REQUEST_BYTES:
             raise SandboxError("these are too many paths", "name a directory that holds them")
         program = zlib.compress(sandbox.asset("image/shadow.py"), 9)
-        argv = shadow_argv(engine, session, self.name, verb, writable, origin)
         self.output = Client(argv, LONG_SECONDS,
                              stdin=b"%d\n%s%s" % (len(program), program, text))
 
@@ -308,11 +310,17 @@ class Turn:
             os.write(self.watched, word)
         os.close(self.watched)
 
-    def report(self) -> bool:
-        """Say what this machine may execute or obey now; whether it is known to be nothing."""
-        for line in risk_lines(self.session.name, self.changes) if self.changes else ():
+    def report(self, strict: bool) -> bool:
+        """Say what this machine may execute or obey now; whether it is known to be nothing. If
+        `strict`, what runs on may do more later; to ask for that takes a call of the engine.
+        """
+        name = self.session.name
+        for line in risk_lines(name, self.changes) if self.changes else ():
             sandbox.say(line)
-        return self.changes is not None and not self.changes["risky"]
+        left = sandbox.used_by(self.engine, self.session).get(self.id) if strict else None
+        if left is not None:
+            sandbox.say(f"in {name} {left} runs on: what it changes from now on is in no turn")
+        return self.changes is not None and not self.changes["risky"] and left is None
 
     def watch(self, stdin: int) -> int:
         """Start what takes the last snapshot when stdin ends and brings nothing, and what runs has
@@ -420,10 +428,11 @@ def report_turn(engine: Engine, session: Session, id: str, just: bool) -> None:
 
 def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
     """Give each turn `beside`, the ids of those that ran at the same time: it has their changes,
-    too.
+    too. One that was not ended does not run any more.
     """
     def began_within(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        return str(other.get("when")) <= str(one.get("when")) < str(other.get("ended") or "")
+        end = other.get("ended") or ("" if other.get("state") == "not ended" else "~")
+        return str(other.get("when")) <= str(one.get("when")) < str(end)
 
     spans = [turn for turn in turns if turn.get("kind") == "turn"]
     for turn in spans:
@@ -608,11 +617,11 @@ def turns_of(engine: Engine, session: Session) -> list[Row]:
         runs = sandbox.used_by(engine, session) | {
             job["id"]: job["what"] for job in sandbox.read_jobs(session.name)
             if job["state"] == "running"}
-    mark_overlaps(turns)
     for turn in turns:
         ended = turn["kind"] != "turn" or turn["after"]
         turn["state"] = ("undone" if turn["undone"] else "" if ended else
                          "running" if turn["id"] in runs else "not ended")
+    mark_overlaps(turns)
     return turns
 
 
@@ -668,7 +677,8 @@ def cmd_undo(args: argparse.Namespace) -> int:
     if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
     first = turn or left[-1]
-    runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
+    runs = [one["id"] for one in turns if one["state"] == "running" and (
+        one["id"] in first.get("beside", ()) or turns.index(one) >= turns.index(first))]
     if runs and not (args.dry_run or args.in_use):
         question = f"{sandbox.one_line(runs[-1])} still runs. Undo what it has done so far? [y/N] "
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
@@ -758,6 +768,12 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
     """Fill the copy of a session that is to be created, and take its first snapshot: what differs
     from that is its work. Raises SandboxError.
     """
+    with sandbox.lock_session(engine, source) if source else nullcontext():
+        fill_copy(engine, session, source)
+    ask_shadow(engine, session, "snapshot", {})
+
+
+def fill_copy(engine: Engine, session: Session, source: Session | None) -> None:
     directory = session.labels["sandbox.directory"]
     for argv in copy_argvs(engine, session, source):
         step = sandbox.Step(f"copy {directory}")
@@ -772,7 +788,6 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
         for line in step.tail:
             if line.startswith("not copied: "):
                 say(line)
-    ask_shadow(engine, session, "snapshot", {})
 
 
 def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str, Any]:
@@ -782,7 +797,11 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     if not session.copy:
         raise SandboxError(f"{session.name} works on the directory itself: nothing is to merge",
                            "sandbox run --copy makes a session that works on a copy")
-    if session.store not in engine.ask(engine.argv("volumes")).split():
+    volumes = engine.ask(engine.argv("volumes")).split()
+    if session.copy not in volumes:  # an engine would make it, and of an empty one all is deleted
+        raise SandboxError(f"the copy of {session.name} is gone: nothing is to merge",
+                           f"sandbox rm -f {session.name} removes the rest")
+    if session.store not in volumes:
         raise SandboxError(f"the snapshots of {session.name} are gone, and so is what tells its "
                            "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
     about = {**bounds_of(session), "when": sandbox.iso_seconds(time.time())}
@@ -799,10 +818,10 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
 def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]:
     """Bring the commits of a copy as a branch into the person's repository."""
     spec, _ = session.created()
-    directory, branch = spec["sources"][0], f"sandbox/{session.name}"
+    directory, branch = spec["sources"][0], branch_of(session.name)
     admin = sandbox.linked_admin(directory)[1]
     common = os.path.dirname(os.path.dirname(admin)) if admin else f"{directory}/.git"
-    found = {"branch": branch, "count": 0, "problem": ""}
+    found = {"branch": branch, "count": 0, "more": 0, "problem": ""}
     if os.path.isdir(f"{common}/reftable"):
         return found | {"problem": f"{common} has another format than git's files of refs"}
     folders = (common, f"{common}/objects", f"{common}/refs", f"{common}/refs/heads")
@@ -819,9 +838,9 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     argv = closed_argv(engine, session, "commits.sh", [branch, "01"[dry or problem != ""]],
                        binds, user=session.user)
     status, out, err = Output(argv, LONG_SECONDS).result(ANSWER_BYTES)
-    count = out.strip()
-    if count.isdecimal() and len(count) < 10:
-        found["count"] = int(count)
+    counts = out.split()
+    if len(counts) == 2 and all(count.isdecimal() and len(count) < 10 for count in counts):
+        found["count"], found["more"] = map(int, counts)
     if status == DIVERGED_STATUS:
         found["problem"] = f"the branch {branch} has other commits: rename it (git branch -m)"
     elif status:
@@ -829,6 +848,12 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     elif found["count"]:
         found["problem"] = problem
     return found
+
+
+def branch_of(name: str) -> str:
+    """The branch for the commits of a session: not each name is one, see git-check-ref-format."""
+    name = name.replace("..", "._")
+    return f"sandbox/{name}{'_' * name.endswith(('.', '.lock'))}"
 
 
 def checked_out(common: str) -> set[str]:
@@ -842,21 +867,20 @@ def checked_out(common: str) -> set[str]:
 
 def unmerged(engine: Engine, session: Session) -> str:
     """What a copy holds that its directory does not have, in words; '' for nothing."""
-    if not session.is_ours:
-        return ""
     try:
         answer = merge_copy(engine, session, dry=True)
     except SandboxError as error:
         return f"it is not known how much, for {error.message}"
     paths = len(answer["changed"]) + sum(row["conflict"] for row in answer["left"])
-    commits, problem = answer["commits"]["count"], answer["commits"]["problem"]
-    return " and ".join([*(counted(number, what) for number, what in
-                           ((paths, "file"), (commits, "commit")) if number),
+    commits, more, problem = map(answer["commits"].get, ("count", "more", "problem"))
+    return " and ".join([*(counted(number, *what) for number, *what in
+                           ((paths, "file"), (commits, "commit"),
+                            (more, "commit", " on other branches or stashed")) if number),
                          *([problem] if problem and not commits else [])])
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def counted(number: int, what: str, where: str = "") -> str:
+    return f"{number} {what}{'s' * (number != 1)}{where}"
 
 
 def cmd_merge(args: argparse.Namespace) -> int:

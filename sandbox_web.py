@@ -1139,16 +1139,16 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
-    sandbox.forget_files(name)  # left of a session that was removed behind our back
-    sandbox.write_settings(name, settings)
+    with sandbox.lock_homes():
+        if source:
+            home = sandbox.duplicate_home(engines[0], source, config, spec)
+        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source)
+    # Only now is the name ours; what has it in its folders is of an earlier session.
+    sandbox.forget_files(name)
     try:
-        with sandbox.lock_homes():
-            if source:
-                home = sandbox.duplicate_home(engines[0], source, config, spec)
-            engine, session = sandbox.create_session(engines, name, config, flags, spec, home,
-                                                     source)
+        sandbox.write_settings(name, settings)
     except BaseException:
-        sandbox.forget_files(name)
+        sandbox.remove_session(engine, session)
         raise
     return finish_start(app, engine, session, 201)
 
@@ -1460,7 +1460,7 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     try:
         turn = None
         if kind != "autostart":
-            title = sandbox.one_line(shown.get("prompt", command).strip().split("\n")[0])
+            title = sandbox.one_line(shown.get("prompt", command).strip().split("\n")[0][:200])
             about = {"id": id, "what": kind, "command": title}
             turn = sandbox.wanted_turn(config, engine, session, about, kind == "prompt")
         write_job(folder, {"job": job, "tag": tag})

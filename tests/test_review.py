@@ -448,6 +448,33 @@ def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     assert {*review.state()} == {b".", b"first"}
 
 
+def test_a_turn_beside_one_that_runs_is_undone_when_one_says_so(review: Review) -> None:
+    """It began first, and what it did since is among the other's changes."""
+    waits = "echo >first; until [ -e done ]; do sleep 0.1; done; sudo rm done"
+    assert not review.engine.sandbox("run", "-n", review.name, "-d", "--checkpoint", "-x",
+                                     waits).returncode
+    wait_for(lambda: (review.top / "first").exists())
+    review.turn("echo >second")
+    second, first = review.log()
+    assert (first["state"], second["beside"]) == ("running", [first["id"]])
+    review.call("undo", fails=1)
+    assert f"nothing was undone, for {first['id']} still runs" in review.said
+    (review.top / "done").touch()
+    wait_for(lambda: review.log()[1]["after"])
+    assert review.call("undo") == "deleted   second\n"
+
+
+@pytest.mark.parametrize("state, beside", [("running", ["a"]), ("not ended", [])])
+def test_what_died_is_beside_nothing_that_began_later(state: str, beside: list[str]) -> None:
+    """The snapshot before that is its end."""
+    turns: list[dict[str, Any]] = [
+        {"id": "a", "kind": "turn", "when": "2026-01-01T00:00:00Z", "state": state},
+        {"id": "b", "kind": "turn", "when": "2026-01-01T00:00:01Z", "state": "",
+         "ended": "2026-01-01T00:00:09Z"}]
+    sandbox_changes.mark_overlaps(turns)
+    assert turns[1]["beside"] == beside
+
+
 def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, project: Path,
                                                   name: str, image: str) -> None:
     write_config(home, imageName=image.partition(":")[0], network="none")
