@@ -1084,19 +1084,20 @@ class Output:
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
                  env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
-        """`seconds` from now it must have ended; `stdin` is less than a pipe takes."""
+        """`seconds` from now it must have ended."""
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
-        (given, end), (self.out, out), (self.err, err) = os.pipe(), os.pipe(), os.pipe()
+        given = os.memfd_create("stdin")  # a pipe that nobody reads yet takes only so much
+        (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            os.write(end, stdin)
+            os.pwrite(given, stdin, 0)
             self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
         finally:
-            self.close(given, end, out, err)
+            self.close(given, out, err)
 
     @staticmethod
     def close(*fds: int) -> None:

@@ -33,7 +33,7 @@ STORE_DIRECTORY, WORK_DIRECTORY = "/run/sandbox-store", "/run/sandbox-work"
 READING, WRITING = ("DAC_OVERRIDE",), ("DAC_OVERRIDE", "CHOWN", "FOWNER", "FSETID")
 LIMITS = {"memory": "2g", "pids-limit": 64}
 ANSWER_BYTES = 32 << 20
-REQUEST_BYTES = 32 << 10  # with the program it must fit into a pipe
+REQUEST_BYTES = 32 << 10
 SILENT_SECONDS = 3  # after which a person is told what is waited for
 LACKING_STATUS, TURNED_STATUS = 96, 97
 # Ends by itself where nobody is left to end it. The first process of a container ignores a signal

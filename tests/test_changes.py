@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 from conftest import IMAGE as TEST_IMAGE
-from conftest import PYTHON, Engine, Result, write_config
+from conftest import PYTHON, ROOT, Engine, Result, write_config
 from service import Service, wait_for
 from test_agents import ENV_FILE, IMAGE, ONCE, image, on_docker, write_stub_config
+from test_engines import sleeping
 
 import sandbox
 import sandbox_changes
@@ -94,6 +95,13 @@ class Turns:
 @pytest.fixture
 def turns(engine: Engine, image: str, home: Path, project: Path, name: str) -> Turns:
     return Turns(engine, name)
+
+
+def test_what_is_asked_waits_for_no_reader() -> None:
+    """A pipe is full after 64 KiB, and after 8 for one who has many."""
+    ask = "import sandbox; print(sandbox.Output(['wc', '-c'], stdin=bytes(1 << 20)).result())"
+    done = subprocess.run([PYTHON, "-c", ask], cwd=ROOT, text=True, capture_output=True, timeout=30)
+    assert done.stdout == f"(0, '{1 << 20}\\n', '')\n", done.stderr
 
 
 # --- A turn ---
@@ -229,6 +237,16 @@ def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: s
     (turns.project / "later").write_text("by the person")
     turns.ask("snapshot")
     assert "later" not in turns.changed(turn["id"])
+
+
+def test_a_turn_does_not_last_as_long_as_what_its_program_left(turns: Turns) -> None:
+    left = turns.run("-d", "--checkpoint", "-x",
+                     "setsid sh -c 'echo x >made; exec sleep 98763' </dev/null >/dev/null 2>&1 & "
+                     "until [ -e made ]; do sleep 0.1; done")
+    assert left.returncode == 0, left.stderr
+    (turn,) = turns.ended()
+    assert turns.changed(turn["id"]) == {"made"}
+    assert sleeping(turns.engine, turns.name, "98763") == 1
 
 
 def test_who_comes_back_is_told_what_may_be_executed(turns: Turns) -> None:
