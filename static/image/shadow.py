@@ -876,11 +876,6 @@ class Walk:
         return "" if name in inner else self.loaded[folder].get(name)
 
 
-def same_file(one: Sequence[str], other: Sequence[str]) -> bool:
-    """By the size and the second of the last change, which is all that a copy keeps of a time."""
-    return [*one[:2], int(one[2]) // 10**9] == [*other[:2], int(other[2]) // 10**9]
-
-
 def not_kept(kind: str) -> str:
     return NOT_KEPT.get(kind, f"it is a {kind}")
 
@@ -919,8 +914,11 @@ class Restore:
         """Both have changed it; of what is never kept it is not even known whether they differ."""
         notes = [self.store.note(side.id).decode().split() if side.kind == NOTE else [""]
                  for side in sides if side]
-        if len(notes) == 2 and notes[0][0] == "large" and same_file(*notes):
-            return  # the person has brought it
+        if len(notes) == 2 and all(kind == "large" for kind, *_ in notes):
+            # an archive knows the second of the last change, and nothing of the other times
+            one, other = ((size, int(time) // 10**9) for _, size, time, _ in notes)
+            if one == other:
+                return  # the person has copied it over
         self.left[path] = "both have changed it"
         if notes and all(kind and kind not in WORK for kind, *_ in notes):
             self.left[path] = not_kept(notes[0][0])
