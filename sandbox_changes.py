@@ -97,11 +97,14 @@ class Asked:
 
         self.engine, self.session = engine, session
         self.name = f"{session.store}-{sandbox.random_id()}"
-        text = sandbox.to_json(request).encode()
+        argv = shadow_argv(engine, session, self.name, verb, writable, origin)
+        spec, _ = session.created()
+        place = (spec.get("sources") or [sandbox.resolved(spec["directory"])])[0]
+        copied = "a copy of " if session.copy and not origin else ""
+        text = sandbox.to_json({**request, "directory": copied + place}).encode()
         if len(text) > REQUEST_BYTES:
             raise SandboxError("these are too many paths", "name a directory that holds them")
         program = zlib.compress(sandbox.asset("image/shadow.py"), 9)
-        argv = shadow_argv(engine, session, self.name, verb, writable, origin)
         self.output = Client(argv, LONG_SECONDS,
                              stdin=b"%d\n%s%s" % (len(program), program, text))
 

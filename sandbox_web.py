@@ -1084,11 +1084,12 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
     rows, data = [], sandbox.read_config()
     for row in app.sessions.list():
         jobs = list_jobs(row["name"], 20)
-        running = sum(job["state"] == "running" for job in jobs)
+        running = [job["kind"] for job in jobs if job["state"] == "running"]
         last = dict(jobs[0]) if jobs else None
         if last and tail:
             last["tail"] = output_tail(row["name"], last["id"], tail)
-        rows.append({**row, "agentMode": has_agent_mode(row, data), "jobs": running,
+        rows.append({**row, "agentMode": has_agent_mode(row, data), "jobs": len(running),
+                     "autostarts": running.count("autostart"),
                      "terminals": app.terminals.running(row["name"]), "last": last})
     return json_answer(rows)
 

@@ -440,5 +440,19 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
     page.wait("!document.querySelector('.card')")
 
 
+def test_an_autostart_that_stays_is_no_work(page: Page, service: Service, session: str) -> None:
+    name = f"{session}-2"
+    service.create(name, workspace="copy", autostart="sleep 1000")
+    turn(service, name, "echo x >made")
+    (row,) = [row for row in service.get("/api/sessions").json if row["name"] == name]
+    assert (row["jobs"], row["autostarts"]) == (1, 1)
+    open_changes(page, service, name)
+    page.see("idle", f".copies .card:has([href*='{name}']) .doing")
+    page.see("idle", f".sessions a[href*='{name}'] .doing")
+    page.goto(f"http://{service.address}/preview")
+    page.see("Waiting for you", f".tile:has([href*='{name}']) .state")
+    assert service.request("DELETE", f"/api/sessions/{name}?force=1").status == 200
+
+
 def test_controls_have_names_and_are_reached(page: Page, service: Service, session: str) -> None:
     every_control(page, service, f"{session}-x", "changes")

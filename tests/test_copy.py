@@ -364,6 +364,19 @@ def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, n
     assert volume not in volumes(engine)
 
 
+def test_the_snapshots_of_another_directory_change_nothing(repository: Copied, engine: Engine,
+                                                           name: str) -> None:
+    """As in a store that was another session's: in its eyes all that is there is new or gone."""
+    repository.make(name, "echo work >work")
+    store = f"{volume_of(engine, name, 'shadow')}:/store"
+    engine.run("run", "--rm", "--user", "0", "--network", "none", "-v", store, AGENTS_IMAGE,
+               "sed", "-i", "s/a copy of /elsewhere/", "/store/state.json")
+    refused = repository.merge(name, fails=1).stderr
+    assert f"the snapshots are those of elsewhere{repository.project}, and not of a copy" in refused
+    assert not (repository.project / "work").exists()
+    assert "holds work that was not merged" in engine.sandbox("rm", name).stderr
+
+
 def test_what_cannot_come_is_work_all_the_same(repository: Copied, engine: Engine, name: str,
                                                ) -> None:
     repository.make(name, "head -c 20000000 /dev/urandom >large; mkdir ignored; echo x >ignored/x")
