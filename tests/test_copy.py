@@ -519,7 +519,7 @@ def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, 
     assert "commits on other branches or stashed" in engine.sandbox("rm", name).stderr
     repository.run(name, f"git stash clear; git pack-refs --all; git checkout -q --orphan x; "
                          f"git rm -rqf .; git checkout -q main; git branch y; {commit} three; "
-                         "git pack-refs --all")
+                         "git pack-refs --all", *AS_AGENT)
     assert ": 1 commit\n" in engine.sandbox("rm", name).stderr
     repository.run(name, "git reset -q --hard y; mkfifo .git/refs/heads/fifo; echo bad >"
                          ".git/refs/heads/bad; printf %040d 1 >.git/refs/heads/none")
