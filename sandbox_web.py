@@ -2394,10 +2394,11 @@ class Terminal:
     def start(self) -> None:
         """Start the program, or attach to it; raises OSError, SandboxError."""
         try:
+            if self.is_new:
+                self.begin_turn()
             if self.is_new and sandbox.is_unheld(self.session):
                 self.start_unheld()
             elif self.is_new:
-                self.begin_turn()
                 argv = sandbox.hold_argv(self.engine, self.session, workdir(self.session), self.id)
                 self.spawn(argv, sandbox.hold_environ(self.script(), "start", self.id, *self.size,
                                                       self.title, *self.command))

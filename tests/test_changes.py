@@ -405,6 +405,21 @@ def test_ctrl_c_leaves_no_container(turns: Turns) -> None:
         turns.engine.run("rm", "-f", holder)
 
 
+@on_docker
+def test_an_agents_terminal_that_is_not_held_is_a_turn(turns: Turns, service: Service) -> None:
+    """Nor the next one, of which that is known before."""
+    write_stub_config(turns.engine, turns.engine.home)
+    config = json.loads((turns.engine.home / "sandbox.json").read_text())
+    del config["checkpoint"]
+    (turns.engine.home / "sandbox.json").write_text(json.dumps(config))
+    service.create(turns.name, agent="claude")
+    turns.engine.run("exec", turns.name, "sh", "-c", "rm $(command -v python3)")
+    with service.terminal(turns.name, "run=agent") as first:
+        first.expect("this terminal ends with its server")
+        with service.terminal(turns.name, "run=agent"):
+            wait_for(lambda: len(turns.log()) == 2, 60)
+
+
 # --- What is hostile ---
 
 
