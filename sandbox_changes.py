@@ -182,11 +182,12 @@ UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
 WATCHER_SECONDS = 20  # after the end of a program, for what watches over its turn
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
-# that it begins.
+# that it begins. Where that has ended, process 1 is the parent of what it has left.
 WAIT = """n=0
 until grep -qx "$1" /run/sandbox-began || [ $n = 10 ]; do n=$((n+1)); sleep 1; done
 sleep 1
 pid=$(grep -ls "SANDBOX_EXEC=$1" /proc/[0-9]*/environ | cut -d/ -f3 | sort -n | head -n 1)
+! grep -qsx "PPid:.1" "/proc/$pid/status" || exit 0
 while [ "$pid" ] && kill -0 "$pid" 2>/dev/null; do sleep 1; done"""
 
 
