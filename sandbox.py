@@ -1075,6 +1075,20 @@ def call(argv: Sequence[str], env: Mapping[str, str] | None = None, output: int 
         raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}") from None
 
 
+def file_of(text: bytes) -> int:
+    """A descriptor to read a text from: a pipe that nobody reads yet takes only so much."""
+    if sys.platform == "linux":
+        file = os.memfd_create("text")
+        os.pwrite(file, text, 0)
+        return file
+    import tempfile
+
+    with tempfile.TemporaryFile() as disk:
+        disk.write(text)
+        disk.seek(0)  # which also writes it
+        return os.dup(disk.fileno())
+
+
 class Output:
     """A process whose output is collected: start it, do something else, then ask for the result.
 
@@ -1088,10 +1102,9 @@ class Output:
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
-        given = os.memfd_create("stdin")  # a pipe that nobody reads yet takes only so much
+        given = file_of(stdin)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            os.pwrite(given, stdin, 0)
             self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
