@@ -4392,14 +4392,15 @@ class Held:
         return self.status is None and self.clients != -1
 
 
-def list_terminals(engine: Engine, session: Session) -> list[Held]:
+def list_terminals(engine: Engine, session: Session,
+                   seconds: float = LIST_SECONDS) -> list[Held]:
     """The terminals of a running session that are there, the oldest first."""
-    return read_terminals(ask_terminals(engine, session))
+    return read_terminals(ask_terminals(engine, session, seconds))
 
 
-def ask_terminals(engine: Engine, session: Session) -> Output:
+def ask_terminals(engine: Engine, session: Session, seconds: float = LIST_SECONDS) -> Output:
     """The question for the terminals of a session, begun."""
-    return Output(attach_argv(engine, session), LIST_SECONDS, hold_environ("", "list"))
+    return Output(attach_argv(engine, session), seconds, hold_environ("", "list"))
 
 
 def read_terminals(asked: Output) -> list[Held]:
@@ -5532,7 +5533,7 @@ def pick_terminal(engine: Engine, session: Session, id: str | None) -> Held:
     if session.state != "running":
         raise SandboxError(f"{session.name} is {session.state}: what ran on terminals has ended",
                            f"sandbox start {session.name}")
-    terminals = list_terminals(engine, session)
+    terminals = list_terminals(engine, session, CALL_SECONDS)
     found = [held for held in terminals if held.id == id] if id else sorted(
         terminals, key=lambda held: held.runs)
     if found:
@@ -5548,7 +5549,8 @@ def cmd_logs(args: argparse.Namespace) -> int:
     if not job:
         engine, session = find_given(engines_of(args), args.session, "logs")
         running = session.state == "running"
-        terminals = list_terminals(engine, session) if running and not args.id else []
+        terminals = (list_terminals(engine, session, CALL_SECONDS)
+                     if running and not args.id else [])
         began = max((iso_seconds(held.started) for held in terminals), default="")
         if args.id or not jobs or jobs[-1]["started"] < began:
             held = pick_terminal(engine, session, args.id)
