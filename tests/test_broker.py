@@ -332,6 +332,13 @@ def test_a_base_url_with_a_path_and_two_providers(broker: Broker, good: ssl.SSLC
         assert status(broker.post("/openai/responses", key="a")) == 401  # of another provider
 
 
+def test_what_is_given_later_takes_no_provider_away(given: Broker, vendor: Upstream) -> None:
+    """One agent may be running while another is started with a key of its own."""
+    given.give(f"https://127.0.0.1:{vendor.port}", "openai")
+    assert status(given.post("/anthropic/v1/messages")) == 200
+    assert given.usage()["providers"] == ["anthropic", "openai"]
+
+
 def test_a_restarted_broker_has_no_key_and_says_what_to_do(given: Broker, vendor: Upstream) -> None:
     given.restart()
     answer = given.post("/anthropic/v1/messages")

@@ -10,7 +10,8 @@ else stands there is dropped. Each connection serves one request; the next one t
 beforehand. The keys are in memory only: a broker that has restarted has none.
 
 `ask` takes a JSON object per line and gives one for each, {"ok": true, ...} or {"error": text}:
-  {"do": "set", ...}   put in force what is given, all or nothing; what is not given stays:
+  {"do": "set", ...}   put in force what is given, all or nothing; what is not given stays, other
+                       providers, too, whose agents may be running:
      "providers"  {NAME: {"url", "keys": {placeholder: key}, "status" of refusals, "counted",
                   "free"}}, the last two lists of "METHOD /path" as regular expressions. Counted are
                   those that use tokens: they need a key, begin turns, and a budget refuses them
@@ -211,7 +212,8 @@ class Broker:
         do = data.pop("do")
         with self.lock:
             if do == "set":
-                self.settings = Settings(self.settings.data | data)
+                rows = self.settings.data.get("providers", {}) | data.get("providers", {})
+                self.settings = Settings(self.settings.data | data | {"providers": rows})
             elif do == "usage":
                 return {"ok": True, "providers": [*self.settings.providers],
                         "budget": self.settings.budget, "days": self.ledger.days,
