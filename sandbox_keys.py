@@ -162,7 +162,7 @@ def say_visible(name: str, config: Config, spec: Mapping[str, Any]) -> None:
 
 def give(engine: Engine, session: Session, config: Config, start: bool) -> bool:
     """Give the broker its keys. Where it is down it is started, or this is False."""
-    request = {"do": "set", "providers": hide(given_env(config))[1],
+    request = {"do": "set", "session": session.name, "providers": hide(given_env(config))[1],
                "prices": table()["prices"]["models"], "budget": config.get("budget") or {},
                "ca": sandbox.host_ca_bundle().decode("ascii", "ignore")}
     try:

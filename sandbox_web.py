@@ -2140,9 +2140,10 @@ class News:
                 while line := lines.readline(CHUNK_BYTES):
                     entry = sandbox.decision_of(line) or {}
                     host = f"{entry.get('host')} port {entry.get('port')}"[:HOST_CHARS]
-                    if (entry.get("verdict") == "deny" and host not in told
+                    kind = f"{host} {entry.get('kind')}"[:2 * HOST_CHARS]  # a budget is another
+                    if (entry.get("verdict") == "deny" and kind not in told
                             and len(told) < REFUSED_HOSTS):
-                        told.add(host)
+                        told.add(kind)
                         self.tell(session, "refused", f"{host}: {entry.get('reason')}")
             with self.lock:
                 if self.readers.get(session.name) == pid:

@@ -332,6 +332,11 @@ def test_a_base_url_with_a_path_and_two_providers(broker: Broker, good: ssl.SSLC
         assert status(broker.post("/openai/responses", key="a")) == 401  # of another provider
 
 
+def test_a_session_that_was_renamed_is_named_so(given: Broker) -> None:
+    assert given.ask(do="set", session="other") == {"ok": True}
+    assert "sandbox run -n other" in text(given.post("/nobody/"))
+
+
 def test_what_is_given_later_takes_no_provider_away(given: Broker, vendor: Upstream) -> None:
     """One agent may be running while another is started with a key of its own."""
     given.give(f"https://127.0.0.1:{vendor.port}", "openai")

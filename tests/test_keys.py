@@ -302,6 +302,55 @@ def test_the_key_is_nowhere_but_in_the_brokers_memory(hidden: Hidden) -> None:
     assert all(key.encode() in in_companion for key in REAL.values())
 
 
+# What tries all sockets that can be seen for the control of the broker, and its files.
+ATTACKS = """
+import glob, os, socket
+for path in glob.glob("/run/**/*", recursive=True) + glob.glob("/var/lib/sandbox-net/*"):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(1)
+        try:
+            sock.connect(path)
+            sock.sendall(b'{"do": "usage"}\\n')
+            data = sock.recv(1000)
+            print("answer", path, data) if data else None
+        except OSError:
+            pass
+for name in ("broker.sock", "counts.json", "decisions"):
+    print("file", name) if os.path.exists("/var/lib/sandbox-net/" + name) else None
+for path in glob.glob("/proc/[0-9]*/cmdline"):
+    try:
+        print("process", path) if b"broker.py" in open(path, "rb").read() else None
+    except OSError:
+        pass
+try:
+    open("/run/sandbox-net/new", "w")
+    print("written")
+except OSError:
+    pass
+print("done")
+"""
+
+
+@pytest.mark.parametrize("user", ["0", ""])
+def test_the_companion_is_out_of_reach_from_inside(hidden: Hidden, user: str) -> None:
+    """Its memory, its files and its control, for root and for the agent's user."""
+    user = user or f"{hidden.engine.uid}:{hidden.engine.gid}"
+    tried = hidden.engine.run("exec", "-i", "-u", user, hidden.name, "python3", "-", input=ATTACKS)
+    assert tried.stdout == "done\n", tried
+
+
+def test_no_neighbour_reaches_the_broker(hidden: Hidden) -> None:
+    """It listens on the loopback of the session alone."""
+    shown = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
+    for address in inspected(hidden.engine, hidden.name, shown).split():
+        script = f"import socket; socket.create_connection(({address!r}, 3129), 5)"
+        tried = hidden.engine.run("exec", hidden.proxy, "python3", "-c", script)
+        assert "ConnectionRefusedError" in tried.stderr, tried
+    listening = hidden.engine.run("exec", hidden.name, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+    places = [line.split()[1] for line in listening.stdout.splitlines() if ":0C39 " in line]
+    assert places and {place for place in places if ":0C39" in place} == {"0100007F:0C39"}
+
+
 def test_a_restarted_companion_has_no_key_until_the_next_run(hidden: Hidden) -> None:
     engine = hidden.engine
     engine.remove({hidden.vendors})

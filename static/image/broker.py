@@ -21,6 +21,7 @@ beforehand. The keys are in memory only: a broker that has restarted has none.
                   Checked before each request; the minutes end a stream, too
      "turns"      seconds that a request which begins a turn waits for its checkpoint; 0: no wait
      "ca"         certificates to trust, in PEM; the image's own where it is empty
+     "session"    its name by now
   {"do": "usage"}      {"providers": [NAME], "budget", "spent": {"usd", "tokens", "minutes"},
                        "days": see usage.py}
   {"do": "watch"}      from now on also {"turn": id, "provider"} when a turn begins, and each line
@@ -198,6 +199,7 @@ class Settings:
                        for name in ("usd", "tokens", "minutes") if name in self.budget}
         self.per = {"session": "session", "day": "day"}[self.budget.get("per", "session")]
         self.turn_seconds = float(data.get("turns", 0))
+        proxy.SESSION = str(data.get("session", proxy.SESSION))
 
 
 class Broker:
@@ -312,7 +314,7 @@ def handle(client: socket.socket) -> None:
     match = TARGET.fullmatch(request.target)
     provider = BROKER.settings.providers.get(match[1]) if match else None
     if not match or not provider:
-        raise Refusal(404 if BROKER.settings.providers else 401, NO_KEYS)
+        raise Refusal(404 if BROKER.settings.providers else 401, NO_KEYS + proxy.SESSION)
     place = f"{request.method} {match[2]}"
     counted = any(pattern.fullmatch(place) for pattern in provider.counted)
     if not counted and not any(pattern.fullmatch(place) for pattern in provider.free):
@@ -327,8 +329,8 @@ def handle(client: socket.socket) -> None:
     Exchange(client, provider, request, counted).run(outgoing, rest)
 
 
-NO_KEYS = (f"sandbox: no such provider, or its key was lost when the session's companion restarted."
-           f" To give it again: sandbox run -n {proxy.SESSION}")
+NO_KEYS = ("sandbox: no such provider, or its key was lost when the session's companion restarted."
+           " To give it again: sandbox run -n ")
 
 
 class Exchange:
