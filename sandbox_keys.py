@@ -23,7 +23,7 @@ from sandbox import LONG_SECONDS, Output, SandboxError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from sandbox import Config, Engine, Session
 
@@ -264,19 +264,31 @@ def cmd_usage(args: argparse.Namespace) -> int:
         sessions = [session]
     else:
         engine, rows = sandbox.list_containers(engines)
-        found = [sandbox.Session(row["name"], row["state"], row["labels"]) for row in rows
-                 if not sandbox.is_proxy(row)]
+        found = [known_session(engine, row) for row in rows if not sandbox.is_proxy(row)]
         sessions = sorted((one for one in found if one.hides_keys), key=lambda one: one.name)
-    entries = []
+    entries, status = [], 0
     for session in sessions:
         try:
-            known = sandbox.recall([engine], session.name)
-            entries.append(used(engine, known[1] if known else session))
+            entries.append(used(engine, session))
         except SandboxError as error:
             sandbox.report(error)
+            status = 1
     if args.json:
         print(sandbox.to_json(entries, indent=2))
-        return 0
+    else:
+        print_usage(entries)
+    return status
+
+
+def known_session(engine: Engine, row: Mapping[str, Any]) -> Session:
+    """A session as a list has it; as we last saw it, where that is the same one."""
+    known = sandbox.recall([engine], row["name"])
+    if known and known[1].proxy == f"sandbox-proxy-{row['labels']['sandbox.session']}":
+        return known[1]
+    return sandbox.Session(row["name"], row["state"], row["labels"])
+
+
+def print_usage(entries: Sequence[Mapping[str, Any]]) -> None:
     rows = [{"name": entry["name"], "day": day, "model": model, **counts,
              "usd": "" if counts["usd"] is None else f"{counts['usd']:.4f}"}
             for entry in entries for day, row in sorted(entry["days"].items())
@@ -289,7 +301,6 @@ def cmd_usage(args: argparse.Namespace) -> int:
     for entry in entries:
         if entry["budget"]:
             sandbox.say(f"{entry['name']}: {said(entry)}")
-    return 0
 
 
 def said(entry: Mapping[str, Any]) -> str:
