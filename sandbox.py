@@ -4057,7 +4057,11 @@ class RunRequest:
             return None
         about = {"id": random_id(), "what": "agent" if agent else "command",
                  "command": title_of(command)}
-        return wanted_turn(self.config, engine, session, about, bool(agent))
+        turn = wanted_turn(self.config, engine, session, about, bool(agent))
+        if turn:
+            turn.prompts = (bool(agent) and not self.is_passing
+                            and (on_terminal() or self.args.background))
+        return turn
 
 
 def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],

@@ -14,16 +14,18 @@ Imported only where a session with hidden keys is used.
 
 from __future__ import annotations
 
+import os
 import re
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import sandbox
-from sandbox import LONG_SECONDS, Output, SandboxError
+from sandbox import LONG_SECONDS, PIPE_BYTES, Output, SandboxError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sandbox import Config, Engine, Session
 
@@ -32,6 +34,7 @@ URL = "http://127.0.0.1:3129"
 ASK = """n=0; until "$@" ask; do
 [ $? = 1 ] && [ $n -lt 50 ] || exit 1; n=$((n+1)); sleep 0.1; done"""
 ANSWER_BYTES = 4 << 20
+TURN_SECONDS = 60  # that a prompt waits for its checkpoint, where somebody makes that
 
 
 def table() -> dict[str, Any]:
@@ -164,6 +167,7 @@ def give(engine: Engine, session: Session, config: Config, start: bool) -> bool:
     """Give the broker its keys. Where it is down it is started, or this is False."""
     request = {"do": "set", "session": session.name, "providers": hide(given_env(config))[1],
                "prices": table()["prices"]["models"], "budget": config.get("budget") or {},
+               "turns": TURN_SECONDS,
                "ca": sandbox.host_ca_bundle().decode("ascii", "ignore")}
     try:
         ask(engine, session, request)
@@ -207,6 +211,55 @@ def down(engine: Engine, session: Session, err: str) -> Down:
                     f"sandbox build, then sandbox recreate {session.name}; or --keys visible", 125)
     failure = engine.failure("\n".join(err.strip().splitlines()[-1:]))
     return Down(failure.message, failure.hint, 125)
+
+
+# --- Prompts ---
+
+
+def watch_prompts(engine: Engine, session: Session, checkpoint: Callable[[str], str],
+                  wait: Sequence[str]) -> bool:
+    """Make a checkpoint before each prompt of an agent on a terminal: `checkpoint` is called with
+    the provider's name, and gives why there is none. It goes on until our stdin ends, and then as
+    long as the call `wait` runs; True as soon as stdin brings a word.
+    """
+    import select
+
+    (theirs, to), (answers, end) = os.pipe(), os.pipe()
+    argv = engine.exec_argv(session.proxy, [*sandbox.BROKER_PROGRAM, "ask"], stdin=True)
+    pid = sandbox.spawn(argv, fds={0: theirs, 1: end}, own_group=True)
+    Output.close(theirs, end)
+    poller, rest, waiter = select.poll(), b"", -1
+    for fd in (0, answers):
+        poller.register(fd, select.POLLIN)
+    try:
+        tell(to, {"do": "watch"})
+        while True:
+            for fd, _ in poller.poll():
+                data = os.read(fd, PIPE_BYTES)
+                if fd == answers and data:
+                    *lines, rest = (rest + data).split(b"\n")
+                    for entry in filter(None, map(sandbox.decision_of, lines)):
+                        if id := entry.get("turn"):
+                            error = checkpoint(sandbox.one_line(str(entry.get("provider")))[:40])
+                            tell(to, {"do": "turn", "id": str(id)[:100], "error": error[:400]})
+                elif fd == answers:  # the broker has gone
+                    poller.unregister(fd)
+                elif fd == waiter or data:
+                    return fd == 0
+                else:  # what it is about goes on without who has started it
+                    waiter, out = os.pipe()
+                    sandbox.spawn(wait, fds={1: out})
+                    os.close(out)
+                    poller.unregister(fd)
+                    poller.register(waiter, select.POLLIN)
+    finally:
+        os.close(to)
+        sandbox.wait_for(pid)
+
+
+def tell(to: int, line: Mapping[str, Any]) -> None:
+    with suppress(BrokenPipeError):  # the broker has gone
+        os.write(to, sandbox.to_json(line).encode() + b"\n")
 
 
 # --- What was used ---

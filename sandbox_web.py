@@ -2435,6 +2435,7 @@ class Terminal:
         config = sandbox.session_config(self.session)
         if self.run == "agent" and (
                 turn := sandbox.wanted_turn(config, self.engine, self.session, about, True)):
+            turn.prompts = True
             with turn:
                 turn.lasts = True
 

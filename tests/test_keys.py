@@ -16,7 +16,7 @@ import pytest
 from conftest import IMAGE, ROOT, Engine, Result, unique_name, write_config
 from network import add_names, inspected, proxy_of, shown_network
 from service import Service, wait_for
-from test_agents import ONCE, START_SECONDS, image, on_docker, type_prompt
+from test_agents import ONCE, SCREENS, START_SECONDS, image, on_docker, type_prompt
 from test_broker import TABLE, VENDORS, Ca, ca
 
 import sandbox
@@ -664,3 +664,30 @@ def test_on_a_terminal_an_agent_works_and_its_key_is_nowhere(agents: Hidden, age
         type_prompt(terminal, agent, prompt)
         wait_for(lambda: prompt in agents.requests_text(), START_SECONDS)
         assert real_keys_in(agents) == []
+
+
+@on_docker
+@pytest.mark.parametrize("agent", ONCE)
+def test_before_each_prompt_of_an_agent_on_a_terminal_there_is_a_checkpoint(
+        engine: Engine, image: str, ca: Ca, agent: str) -> None:
+    models = {"model": "anthropic/claude-sonnet-4-5", "small_model": "anthropic/claude-haiku-4-5"}
+    hidden = Hidden(engine, ca, image=image, checkpoint=True, env={
+        "OPENCODE_CONFIG_CONTENT": json.dumps(models), "GEMINI_MODEL": "gemini-2.5-pro"})
+    try:
+        one, two = (hidden.project / unique_name() for _ in range(2))
+        with engine.pty(*hidden.argv("-y", agent), **hidden.where) as terminal:
+            terminal.expect(SCREENS[agent][0], timeout=START_SECONDS)
+            for path in (one, two):
+                terminal.quiet(2)
+                terminal.send(f"please run: touch {path.name}")
+                terminal.expect(path.name)
+                terminal.quiet()
+                terminal.send("\r")
+                wait_for(path.exists, START_SECONDS)
+            turns = json.loads(hidden.sandbox("log", hidden.name, "--json").stdout)
+            assert [turn["what"] for turn in turns].count("prompt") == 2, turns
+            undone = hidden.sandbox("undo", hidden.name, "-f")
+            assert undone.returncode == 0, undone.stderr
+            assert one.exists() and not two.exists()
+    finally:
+        hidden.end()

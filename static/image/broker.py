@@ -19,13 +19,14 @@ beforehand. The keys are in memory only: a broker that has restarted has none.
      "budget"     {"usd", "tokens", "minutes", "per": "session" or "day"}, all optional. Tokens are
                   those not read from a cache, minutes those in which a model worked, days of UTC.
                   Checked before each request; the minutes end a stream, too
-     "turns"      seconds that a request which begins a turn waits for its checkpoint; 0: no wait
+     "turns"      seconds that a request which begins a turn waits for its checkpoint, while
+                  somebody watches; 0: no wait
      "ca"         certificates to trust, in PEM; the image's own where it is empty
      "session"    its name by now
   {"do": "usage"}      {"providers": [NAME], "budget", "spent": {"usd", "tokens", "minutes"},
                        "days": see usage.py}
-  {"do": "watch"}      from now on also {"turn": id, "provider"} when a turn begins, and each line
-                       of stdout
+  {"do": "watch"}      from now on also each line of stdout; and who has watched longest gets
+                       {"turn": id, "provider"} when a turn begins
   {"do": "turn", "id", "error": text or ""}   let it go on, or refuse it for this reason
 
 stdout has a line per request like the proxy's decisions: verdict allow with "use" {"model",
@@ -270,9 +271,11 @@ class Broker:
         """Announce a turn, and wait until its checkpoint is there. Raises Answer."""
         turn, decided = {"turn": os.urandom(8).hex(), "provider": provider.name}, threading.Event()
         with self.lock:
+            if not self.watchers:
+                return
             seconds = self.settings.turn_seconds
             self.waiting[turn["turn"]] = turn, decided
-            self.tell(turn)
+            self.send(self.watchers[0], turn)
         decided.wait(seconds)
         with self.lock:
             del self.waiting[turn["turn"]]
