@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from contextlib import suppress
     from functools import partial
-    from typing import Any, BinaryIO, NoReturn
+    from typing import Any, NoReturn
 
     from sandbox_changes import Turn
 else:
@@ -1116,24 +1116,20 @@ class Output:
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
                  env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
-        """`seconds` from now it must have ended; of `stdin` what a pipe does not take is written
-        while the result is waited for.
-        """
+        """`seconds` from now it must have ended."""
         self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
-        (given, end), (self.out, out), (self.err, err) = os.pipe(), os.pipe(), os.pipe()
-        self.given, self.stdin = end, stdin
-        os.set_blocking(end, False)
+        given = os.memfd_create("stdin")  # a pipe that nobody reads yet takes only so much
+        (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.write()
+            os.pwrite(given, stdin, 0)
             self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
-            self.stdin = b""
             raise
         finally:
-            self.close(given, out, err, *([] if self.stdin else [end]))
+            self.close(given, out, err)
 
     @staticmethod
     def close(*fds: int) -> None:
@@ -1155,7 +1151,7 @@ class Output:
             self.end(9 if isinstance(error, EngineProblem) else 15)
             raise
         finally:
-            self.close(*chunks, *([self.given] if self.stdin else []))
+            self.close(*chunks)
         out, err = (b"".join(parts).decode(errors="replace") for parts in chunks.values())
         return status, out, err
 
@@ -1166,8 +1162,6 @@ class Output:
         poller, left = select.poll(), len(chunks)
         for fd in chunks:
             poller.register(fd, select.POLLIN)
-        if self.stdin:
-            poller.register(self.given, select.POLLOUT)
         late_bytes = 0  # no more than what the two pipes held
         while left:
             late = time.monotonic() > self.deadline
@@ -1175,12 +1169,6 @@ class Output:
             if late and (not ready or late_bytes > 2 * PIPE_BYTES):
                 self.left_ms()  # raises
             for fd, _ in ready:
-                if fd == self.given:
-                    self.write()
-                    if not self.stdin:
-                        poller.unregister(fd)
-                        self.close(fd)
-                    continue
                 data = os.read(fd, 65536)
                 late_bytes += len(data) if late else 0
                 chunks[fd].append(data)
@@ -1191,16 +1179,6 @@ class Output:
             if limit_bytes and total > limit_bytes:
                 self.kill(9)
                 return
-
-    def write(self) -> None:
-        """Write what the pipe takes of stdin; all that is left is void where nobody reads it."""
-        try:
-            while self.stdin:
-                self.stdin = self.stdin[os.write(self.given, self.stdin):]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self.stdin = b""
 
     def wait(self) -> int:
         """The exit status of a process that has closed its streams, which most do by ending."""
@@ -2312,10 +2290,26 @@ def write_settings(name: str, settings: Mapping[str, Any]) -> None:
     write_private(settings_path(name), to_json(settings, indent=2, ensure_ascii=False) + "\n")
 
 
+class FileLock:
+    """Others wait for it until it is closed. A folder can be locked, too."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def lock_file(path: str, *, shared: bool = False, waits: str = "",
-              needed: bool = False) -> BinaryIO:
-    """Have a lock until the file is closed, together with all who have it shared; `waits` is said
-    where that takes a while.
+              needed: bool = False) -> FileLock:
+    """Have a lock until it is closed, together with all who have it shared; `waits` is said where
+    that takes a while.
 
     On a disk without room for it we go on without, unless it is needed: then FileError is raised.
     """
@@ -2323,23 +2317,23 @@ def lock_file(path: str, *, shared: bool = False, waits: str = "",
 
     try:
         make_private(os.path.dirname(path))
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDONLY | os.O_CREAT,
+                       0o600)
     except OSError as error:
         if needed:
             raise FileError(path, error) from None
-        return open(os.devnull, "rb")
-    file = os.fdopen(lock, "rb")
+        return FileLock(os.open(os.devnull, os.O_RDONLY))
     how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
         if waits:
             say(waits)
-        fcntl.flock(file, how)
-    return file
+        fcntl.flock(lock, how)
+    return FileLock(lock)
 
 
-def lock_settings(name: str) -> BinaryIO:
+def lock_settings(name: str) -> FileLock:
     """Keep others from changing a session's settings, and from putting its rules in force, until
     the file is closed.
     """
@@ -2356,29 +2350,34 @@ def forget_lock(name: str) -> None:
         os.unlink(lock_path(name))
 
 
-def lock_homes(*, shared: bool = True) -> BinaryIO:
+def lock_homes(*, shared: bool = True) -> FileLock:
     """Keep `prune` from taking what is being made; it has this lock alone."""
-    return lock_file(lock_path("homes"), shared=shared,
+    # The folder itself, so that where nothing was made nothing is left.
+    return lock_file(os.path.join(sandbox_home(), "."), shared=shared,
                      waits="waiting for another command that makes or removes sessions")
 
 
-def lock_container(session: Session) -> BinaryIO:
+def lock_container(session: Session) -> FileLock:
     return lock_file(lock_path(session.home or session.id),
                      waits=f"waiting for another command that changes {session.name}")
 
 
-def lock_session(engine: Engine, session: Session) -> BinaryIO:
+def lock_session(engine: Engine, session: Session) -> FileLock:
     """Keep others from removing, renaming or copying a session, and from making it anew, until the
     file is closed.
 
     Raises Changed where one of them was first and its container is gone.
     """
     lock = lock_container(session)
-    if not follow_rename(engine, session):
+    try:
+        if follow_rename(engine, session):
+            return lock
+    except BaseException:
         lock.close()
-        raise Changed(f"{session.name} was changed by another command at this moment",
-                      "sandbox ps shows what there is now")
-    return lock
+        raise
+    lock.close()
+    raise Changed(f"{session.name} was changed by another command at this moment",
+                  "sandbox ps shows what there is now")
 
 
 def session_config(session: Session, settings: Mapping[str, Any] | None = None,
@@ -2449,14 +2448,16 @@ def making_path(session: Session) -> str:
 
 
 def note_making(session: Session) -> None:
-    with suppress(OSError):
-        make_private(os.path.dirname(making_path(session)))
-        os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
+    for _ in range(3):  # another's end may take the folder that we have just made
+        with suppress(OSError):
+            make_private(os.path.dirname(making_path(session)))
+            return os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
 
 
 def forget_making(session: Session) -> None:
     with suppress(OSError):
         os.unlink(making_path(session))
+        os.rmdir(os.path.dirname(making_path(session)))
 
 
 def remember(engine: Engine, session: Session) -> None:
@@ -2520,6 +2521,11 @@ def spec_of(config: Config) -> dict[str, Any]:
         if key.fixed and not key.part_of:
             spec[key.name] = config.all(key.name) if key.kind == "list" else config.get(key.name)
     return spec | {"protect": protected_of(config, spec), "git": git_of(spec)}
+
+
+def source_of(spec: Mapping[str, Any]) -> str:
+    """The directory of a session without links; an old session's labels have only its path."""
+    return str(spec["sources"][0] if spec.get("sources") else resolved(spec["directory"]))
 
 
 def resolved(path: str) -> str:
@@ -2770,7 +2776,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
-    make_hooks(spec)
+    make_protected(spec)
     status, begun, new = 1, None, bool(source or not home)
     try:
         note_making(session)
@@ -2838,7 +2844,11 @@ def recreation(session: Session, flags: Layer, profile: str | None = None,
     config = session_config(session, settings_beside(session, flags), flags, profile, kept=kept)
     layer = Layer(kept, "created")
     layer.variables = list(dict.fromkeys([*session.variables(), *flags.variables]))
-    return config, layer, spec_of(config)
+    spec = spec_of(config)
+    if session.copy and spec["sources"][0] != have["sources"][0]:  # merge would go there
+        raise SandboxError(f"{session.name} works on a copy of {have['sources'][0]}, for good",
+                           "sandbox run --copy there makes another one", 125)
+    return config, layer, spec
 
 
 def settings_beside(session: Session, flags: Layer) -> dict[str, Any]:
@@ -2888,6 +2898,10 @@ def recreate_session(engine: Engine, session: Session, config: Config, flags: La
 def replace_container(engine: Engine, session: Session, config: Config, flags: Layer,
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
+    place = source_of(session.created()[0])
+    if session.copy and place != spec["sources"][0]:
+        raise SandboxError(f"{session.name} works on a copy of {place}, for good",
+                           "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
@@ -2923,6 +2937,8 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                 if (wanted := settings()) != read_settings(session.name):
                     write_settings(session.name, wanted)
         remove_container(engine, session)
+        if session.is_ours and place != spec["sources"][0]:
+            remove_volumes(engine, session.store)  # its snapshots are of the directory before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
     forget_terminals(session.name)
@@ -3179,7 +3195,9 @@ def remove_session(engine: Engine, session: Session) -> None:
         with suppress(OSError):  # first: this tells others who end with it, see check_removed()
             os.unlink(memory_path(engine, session.name))
         remove_container(engine, session)
-        remove_volumes(engine, session.home, session.copy, session.store)
+        # The labels of one that is not ours may name what belongs to another session.
+        ours = (session.copy, session.store) if session.is_ours else ()
+        remove_volumes(engine, session.home, *ours)
         forget_files(session.name)
         forget_lock(session.home)
 
@@ -3487,25 +3505,39 @@ def protected_of(config: Config, spec: Mapping[str, Any]) -> list[str]:
     return [] if theirs else config.all("protect")
 
 
+LEADING = {"commondir": ".\n", "config.worktree": ""}  # with what leads git nowhere else
+
+
 def protected_binds(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed."""
-    parts = ["", *spec["protect"]] if spec.get("protect") else []
+    """The mounts that make parts of .git read-only, and it a mount: or it could be renamed. Among
+    them are the files by which git would take another configuration and other hooks.
+    """
+    parts = ["", *spec["protect"], *LEADING] if spec.get("protect") else []
     return [(os.path.join(spec["sources"][0], ".git", part).rstrip("/"),
              os.path.join(spec["workdir"], ".git", part).rstrip("/"), "ro" if part else "")
             for part in parts]
 
 
-def make_hooks(spec: Mapping[str, Any]) -> None:
-    """Make the folder of hooks that is to be protected where there is none. Raises SandboxError."""
+def make_protected(spec: Mapping[str, Any]) -> None:
+    """Make what is to be protected where it is not there: or it could be made from inside.
+    Raises SandboxError.
+    """
     for path, _, _ in protected_binds(spec):
-        if os.path.basename(path) == "hooks":
-            try:
+        name = os.path.basename(path)
+        try:
+            if name == "hooks":
                 os.makedirs(path, exist_ok=True)
-            except OSError as error:
-                raise FileError(path, error) from None
+            elif name in LEADING and not os.path.lexists(path):
+                write_private(path, LEADING[name])
+                os.chmod(path, 0o644)  # others may use the repository, too
+        except OSError as error:
+            raise FileError(path, error) from None
         if os.path.realpath(path) != path:
             raise SandboxError(f"{path} is a link, which cannot be protected",
                                "put what it leads to there, or leave it out of protect", 125)
+        if name == "commondir" and read_small(path) != ".\n":
+            raise SandboxError(f"{path} leads git to another repository's configuration",
+                               "remove it if you have not made it, or leave out protect", 125)
 
 
 def make_worktree_config(spec: Mapping[str, Any]) -> None:
@@ -3535,7 +3567,8 @@ def git_note(spec: Mapping[str, Any]) -> str:
     if any(within(top, source) is not None for source in sources):
         return ""
     if top != directory:
-        helps = ":" not in top and spec["workdir"] == spec["directory"]
+        helps = (":" not in top and spec["workdir"] == spec["directory"]
+                 and spec.get("workspace") != "copy")  # which it would lay open
         more = f", or with -v {quote_all([f'{top}:{top}'])}" if helps else ""
         return (f"git does not work in {directory}: its repository {top} is not mounted; run from "
                 f"{top}{more}")
@@ -3922,7 +3955,7 @@ class RunRequest:
         self.engines = candidates(self.config)
         self.session: Session | None = None
         self.source: Session | None = None  # what it is to be a duplicate of
-        self.left_home = ""  # of a container of this name that is gone
+        self.left: Session | None = None  # of this name, whose container is gone
         self.fresh = False  # whether this run has started the container
         self.tags: list[str] = []  # of what it has run
         self.turn: Turn | None = None  # begun and not yet entered
@@ -3940,7 +3973,7 @@ class RunRequest:
             self.engines = [engine]
             if known and not self.session:
                 check_gone(known[1], self.config)
-                self.left_home = known[1].home
+                self.left = known[1]
         if self.session and args.source:
             raise SandboxError(f"there is a session {self.name} already",
                                "choose another name with -n", 125)
@@ -4066,10 +4099,17 @@ class RunRequest:
 
 def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
                 agent: bool) -> Turn | None:
-    """The turn that a command of an agent, or another one, is to be; None for none."""
+    """The turn that a command of an agent, or another one, is to be; None for none. Raises
+    SandboxError where there should be one and cannot.
+    """
     value = config.get("checkpoint")
-    if value is False or not (session.is_ours and (agent or value is True)):
+    if value is False or not (agent or value is True):
         return None
+    if not session.is_ours:
+        if value == "try":
+            return None
+        raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes",
+                           "--no-checkpoint, or \"checkpoint\": \"try\", goes on without", 125)
     import sandbox_changes as changes
 
     return changes.Turn(engine, session, about, changes.bounds(config), value != "try")
@@ -5256,12 +5296,22 @@ def home_for(request: RunRequest) -> str:
     """The home of a new session where there is one: a duplicate, or what `docker rm` has left."""
     if request.source:
         return duplicate_home(request.engines[0], request.source, request.config, request.spec)
-    engine, home = request.engines[0], request.left_home
-    if not home or home not in engine.ask(engine.argv("volumes")).split():
+    engine, left, spec = request.engines[0], request.left, request.spec
+    volumes = engine.ask(engine.argv("volumes")).split() if left else ()
+    if not left or left.home not in volumes:
         return ""
-    say(f"the container {request.name} is gone, and not by sandbox rm: its home was kept, and this "
-        "one goes on with it (--new makes another session)")
-    return home
+    gone = f"the container {request.name} is gone, and not by sandbox rm"
+    # The snapshots that belong to the home are of its directory or copy, and of no other.
+    place, wanted = "another directory", spec.get("workspace") == "copy"
+    with suppress(BrokenSession):
+        place = source_of(left.created()[0])
+    if (place, left.copy != "") != (spec["sources"][0], wanted) or (
+            wanted and left.copy not in volumes):
+        say(f"{gone}: its home, for {'a copy of ' * bool(left.copy)}{place}, is not that of this "
+            "one (sandbox prune removes it)")
+        return ""
+    say(f"{gone}: its home was kept, and this one goes on with it (--new makes another session)")
+    return left.home
 
 
 def choose_session(args: argparse.Namespace) -> None:
@@ -5397,7 +5447,8 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
         if status == 127 and request.agent:  # how a shell says that there is no such program
             say(f"{session.name} seems to have no {request.agent}: "
                 f"sandbox recreate {session.name}, then run this again")
-        if turn and not turn.lasts and not turn.report() and request.args.strict:
+        strict = request.args.strict
+        if turn and not turn.lasts and not turn.report(strict) and strict:
             status = TAMPERED_STATUS
         if asks:
             follow_rename(engine, session)
@@ -5443,8 +5494,8 @@ def call_back(request: RunRequest, event: Mapping[str, Any]) -> None:
         os._exit(0)
 
 
-MENU = ("[y] keep  [n] remove it and its conversations  [1] again  {resume}[x] command  "
-        "[i] shell")
+MENU = ("[y] keep  [n] remove it, its conversations and snapshots  [1] again  {resume}"
+        "[x] command  [i] shell")
 
 
 def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
@@ -5562,6 +5613,12 @@ def cmd_attach(args: argparse.Namespace) -> int:
         say(f"{shown_keys(keys)} leaves it running")
     status = join(engine, session, held, keys=keys, typing=typing)
     say(f"{held.title} has ended with status {status}")
+    import sandbox_changes
+
+    try:
+        sandbox_changes.report_turn(engine, session, held.id, held.runs)
+    except SandboxError as error:
+        say(f"what it has changed is not known: {error.message}")
     return status
 
 
@@ -6332,8 +6389,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
-    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it or "
-                                       "its copy was not merged"}),
+    "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it, or "
+                                       "(rm) its copy was not merged"}),
     "address": ("", {"nargs": "?", "metavar": "IP:PORT",
                      "help": "listen address; default: 127.0.0.1:3000"}),
     "background": ("-d --detach", FLAG | {"help": "run in the background"}),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import sandbox
@@ -33,7 +33,7 @@ STORE_DIRECTORY, WORK_DIRECTORY = "/run/sandbox-store", "/run/sandbox-work"
 READING, WRITING = ("DAC_OVERRIDE",), ("DAC_OVERRIDE", "CHOWN", "FOWNER", "FSETID")
 LIMITS = {"memory": "2g", "pids-limit": 64}
 ANSWER_BYTES = 32 << 20
-REQUEST_BYTES = 32 << 10  # with the program it must fit into a pipe
+REQUEST_BYTES = 32 << 10
 SILENT_SECONDS = 3  # after which a person is told what is waited for
 LACKING_STATUS, TURNED_STATUS = 96, 97
 # Ends by itself where nobody is left to end it. The first process of a container ignores a signal
@@ -69,8 +69,7 @@ def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
     spec, _ = session.created()
     if not session.is_ours:  # then its labels name neither what is mounted nor what runs there
         raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes")
-    source = spec["sources"][0] if spec.get("sources") else sandbox.resolved(spec["directory"])
-    source = source if origin or not session.copy else session.copy
+    source = session.copy if session.copy and not origin else sandbox.source_of(spec)
     bind = (source, WORK_DIRECTORY, "" if writable else "ro")
     script = sandbox.asset("session/mounts.sh").decode() + START
     return engine.closed_argv(
@@ -98,11 +97,13 @@ class Asked:
 
         self.engine, self.session = engine, session
         self.name = f"{session.store}-{sandbox.random_id()}"
-        text = sandbox.to_json(request).encode()
+        argv = shadow_argv(engine, session, self.name, verb, writable, origin)
+        place = sandbox.source_of(session.created()[0])
+        place = f"a copy of {place}" if session.copy and not origin else place
+        text = sandbox.to_json({**request, "directory": place}).encode()
         if len(text) > REQUEST_BYTES:
             raise SandboxError("these are too many paths", "name a directory that holds them")
         program = zlib.compress(sandbox.asset("image/shadow.py"), 9)
-        argv = shadow_argv(engine, session, self.name, verb, writable, origin)
         self.output = Client(argv, LONG_SECONDS,
                              stdin=b"%d\n%s%s" % (len(program), program, text))
 
@@ -121,7 +122,11 @@ class Asked:
             self.remove()
             raise self.failure(status, err)
         if status or "error" in answer:
-            raise Refused(answer)
+            refused = Refused(answer)
+            if refused.kind == "damaged":
+                refused.hint = ("is a disk full? If not, this begins with an empty one: "
+                                f"{self.engine.name} volume rm {self.session.store}")
+            raise refused
         return answer
 
     def is_slow(self) -> bool:
@@ -175,6 +180,7 @@ def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str
 
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 SHOWN_RISKS = 20
+WATCHER_SECONDS = 20  # after the end of a program, for what watches over its turn
 # Waits for the process that was the first to carry a tag, which may just be starting: exec.sh notes
 # that it begins.
 WAIT = """n=0
@@ -194,6 +200,16 @@ def bounds(config: Config) -> dict[str, Any]:
         digits = size.rstrip("bkmg")
         found["maxBytes"] = int(digits) * UNITS[size[len(digits)]] if digits != size else int(size)
     return found
+
+
+def bounds_of(session: Session) -> dict[str, Any]:
+    """The bounds() for what is done with turns that are there: a mistake in the configuration,
+    which was said, does not keep one from that, and then nothing is dropped.
+    """
+    try:
+        return bounds(sandbox.session_config(session))
+    except SandboxError:
+        return {"agents": [*sandbox.AGENTS], "keep": sys.maxsize, "maxBytes": sys.maxsize}
 
 
 class Turn:
@@ -234,7 +250,8 @@ class Turn:
             assert self.asked
             if self.asked.is_slow():
                 spec, _ = self.session.created()
-                sandbox.say(f"taking a snapshot of {spec['directory']}")
+                sandbox.say(f"taking a snapshot of {spec['directory']}: Ctrl-C ends it, "
+                            "--no-checkpoint goes without")
             self.asked.answer()
             self.begun = True
         except SandboxError as error:
@@ -303,11 +320,17 @@ class Turn:
             os.write(self.watched, word)
         os.close(self.watched)
 
-    def report(self) -> bool:
-        """Say what this machine may execute or obey now; whether it is known to be nothing."""
-        for line in risk_lines(self.session.name, self.changes) if self.changes else ():
+    def report(self, strict: bool) -> bool:
+        """Say what this machine may execute or obey now; whether it is known to be nothing. If
+        `strict`, what runs on may do more later; to ask for that takes a call of the engine.
+        """
+        name = self.session.name
+        for line in risk_lines(name, self.changes) if self.changes else ():
             sandbox.say(line)
-        return self.changes is not None and not self.changes["risky"]
+        left = sandbox.used_by(self.engine, self.session).get(self.id) if strict else None
+        if left is not None:
+            sandbox.say(f"in {name} {left} runs on: what it changes from now on is in no turn")
+        return self.changes is not None and not self.changes["risky"] and left is None
 
     def watch(self, stdin: int) -> int:
         """Start what takes the last snapshot when stdin ends and brings nothing, and what runs has
@@ -402,12 +425,33 @@ def risk_lines(name: str, changes: Mapping[str, Any]) -> list[str]:
     return [*lines, *([f"and {more} more: sandbox diff {name} {changes['turn']}"] * (more > 0))]
 
 
+def report_turn(engine: Engine, session: Session, id: str, just: bool) -> None:
+    """Say what this machine may execute or obey of what a program has changed that ran without a
+    client, if it was a turn. Of one that has just ended the last snapshot is waited for, which is
+    taken by what watches over it.
+    """
+    if not session.is_ours or session.store not in engine.ask(engine.argv("volumes")).split():
+        return
+    until = time.monotonic() + just * WATCHER_SECONDS
+    while True:
+        turns = rows_of(ask_shadow(engine, session, "log", {}), "turns", TURN)
+        turn = next((turn for turn in turns if turn["id"] == id), None)
+        if not turn or turn["after"] or time.monotonic() >= until:
+            break
+        time.sleep(1)
+    if turn and not turn["after"]:
+        say(f"what it has changed is not known yet: sandbox log {session.name}")
+    for line in risk_lines(session.name, changes) if (changes := summary(turn)) else ():
+        say(line)
+
+
 def mark_overlaps(turns: Sequence[dict[str, Any]]) -> None:
     """Give each turn `beside`, the ids of those that ran at the same time: it has their changes,
-    too.
+    too. One that was not ended does not run any more.
     """
     def began_within(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        return str(other.get("when")) <= str(one.get("when")) < str(other.get("ended") or "")
+        end = other.get("ended") or ("" if other.get("state") == "not ended" else "~")
+        return str(other.get("when")) <= str(one.get("when")) < str(end)
 
     spans = [turn for turn in turns if turn.get("kind") == "turn"]
     for turn in spans:
@@ -563,6 +607,8 @@ def asked_for(args: argparse.Namespace, session: Session,
               turns: Sequence[Row]) -> tuple[Row | None, list[str]]:
     """The turn and the paths, relative to the workspace, that a command was given."""
     words = [word for word in (args.turn, *args.paths) if word is not None]
+    if "" in words:  # of a variable that is not set
+        raise SandboxError("an empty word is no turn and no path", "leave it out", 2)
     paths = [in_workspace(session, word) for word in words]
     if not words:
         return None, []
@@ -590,11 +636,11 @@ def turns_of(engine: Engine, session: Session) -> list[Row]:
         runs = sandbox.used_by(engine, session) | {
             job["id"]: job["what"] for job in sandbox.read_jobs(session.name)
             if job["state"] == "running"}
-    mark_overlaps(turns)
     for turn in turns:
         ended = turn["kind"] != "turn" or turn["after"]
         turn["state"] = ("undone" if turn["undone"] else "" if ended else
                          "running" if turn["id"] in runs else "not ended")
+    mark_overlaps(turns)
     return turns
 
 
@@ -650,13 +696,14 @@ def cmd_undo(args: argparse.Namespace) -> int:
     if not (turn or left):
         raise SandboxError("there is nothing to undo", f"sandbox log {session.name}")
     first = turn or left[-1]
-    runs = [one["id"] for one in turns[turns.index(first):] if one["state"] == "running"]
+    runs = [one["id"] for one in turns if one["state"] == "running" and (
+        one["id"] in first.get("beside", ()) or turns.index(one) >= turns.index(first))]
     if runs and not (args.dry_run or args.in_use):
         question = f"{sandbox.one_line(runs[-1])} still runs. Undo what it has done so far? [y/N] "
         if not (sandbox.can_ask() and sandbox.ask_person(question).lower() in ("y", "yes")):
             raise SandboxError(f"nothing was undone, for {runs[-1]} still runs",
                                "wait for its end, or add -f to undo what it has done so far")
-    request = bounds(sandbox.session_config(session)) | {
+    request = bounds_of(session) | {
         "turn": first["id"], "tree": first["tree"], "only": not turn, "paths": paths,
         "dry": args.dry_run, "when": sandbox.iso_seconds(time.time())}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
@@ -673,7 +720,7 @@ def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
     undos = [turn for turn in turns_of(engine, session)
              if turn["kind"] == "undo" and not turn.get("redone")]
-    request = bounds(sandbox.session_config(session)) | {
+    request = bounds_of(session) | {
         "tree": undos[-1]["tree"] if undos else "main", "when": sandbox.iso_seconds(time.time())}
     return tell(ask_about(engine, session, "redo", request, None, writable=True))
 
@@ -740,6 +787,12 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
     """Fill the copy of a session that is to be created, and take its first snapshot: what differs
     from that is its work. Raises SandboxError.
     """
+    with sandbox.lock_session(engine, source) if source else nullcontext():
+        fill_copy(engine, session, source)
+    ask_shadow(engine, session, "snapshot", {})
+
+
+def fill_copy(engine: Engine, session: Session, source: Session | None) -> None:
     directory = session.labels["sandbox.directory"]
     for argv in copy_argvs(engine, session, source):
         step = sandbox.Step(f"copy {directory}")
@@ -754,7 +807,6 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
         for line in step.tail:
             if line.startswith("not copied: "):
                 say(line)
-    ask_shadow(engine, session, "snapshot", {})
 
 
 def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str, Any]:
@@ -764,10 +816,14 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     if not session.copy:
         raise SandboxError(f"{session.name} works on the directory itself: nothing is to merge",
                            "sandbox run --copy makes a session that works on a copy")
-    if session.store not in engine.ask(engine.argv("volumes")).split():
+    volumes = engine.ask(engine.argv("volumes")).split()
+    if session.copy not in volumes:  # an engine would make it, and of an empty one all is deleted
+        raise SandboxError(f"the copy of {session.name} is gone: nothing is to merge",
+                           f"sandbox rm -f {session.name} removes the rest")
+    if session.store not in volumes:
         raise SandboxError(f"the snapshots of {session.name} are gone, and so is what tells its "
                            "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
-    about = {**bounds(sandbox.session_config(session)), "when": sandbox.iso_seconds(time.time())}
+    about = {**bounds_of(session), "when": sandbox.iso_seconds(time.time())}
     ask_shadow(engine, session, "snapshot", about)
     answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
                         not dry, origin=True)
@@ -781,10 +837,10 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
 def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]:
     """Bring the commits of a copy as a branch into the person's repository."""
     spec, _ = session.created()
-    directory, branch = spec["sources"][0], f"sandbox/{session.name}"
+    directory, branch = spec["sources"][0], branch_of(session.name)
     admin = sandbox.linked_admin(directory)[1]
     common = os.path.dirname(os.path.dirname(admin)) if admin else f"{directory}/.git"
-    found = {"branch": branch, "count": 0, "problem": ""}
+    found = {"branch": branch, "count": 0, "more": 0, "problem": ""}
     if os.path.isdir(f"{common}/reftable"):
         return found | {"problem": f"{common} has another format than git's files of refs"}
     folders = (common, f"{common}/objects", f"{common}/refs", f"{common}/refs/heads")
@@ -801,9 +857,9 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     argv = closed_argv(engine, session, "commits.sh", [branch, "01"[dry or problem != ""]],
                        binds, user=session.user)
     status, out, err = Output(argv, LONG_SECONDS).result(ANSWER_BYTES)
-    count = out.strip()
-    if count.isdecimal() and len(count) < 10:
-        found["count"] = int(count)
+    counts = out.split()
+    if len(counts) == 2 and all(count.isdecimal() and len(count) < 10 for count in counts):
+        found["count"], found["more"] = map(int, counts)
     if status == DIVERGED_STATUS:
         found["problem"] = f"the branch {branch} has other commits: rename it (git branch -m)"
     elif status:
@@ -811,6 +867,12 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     elif found["count"]:
         found["problem"] = problem
     return found
+
+
+def branch_of(name: str) -> str:
+    """The branch for the commits of a session: not each name is one, see git-check-ref-format."""
+    name = name.replace("..", "._")
+    return f"sandbox/{name}{'_' * name.endswith(('.', '.lock'))}"
 
 
 def checked_out(common: str) -> set[str]:
@@ -824,28 +886,28 @@ def checked_out(common: str) -> set[str]:
 
 def unmerged(engine: Engine, session: Session) -> str:
     """What a copy holds that its directory does not have, in words; '' for nothing."""
-    if not session.is_ours:
-        return ""
     try:
         answer = merge_copy(engine, session, dry=True)
     except SandboxError as error:
         return f"it is not known how much, for {error.message}"
     paths = len(answer["changed"]) + sum(row["conflict"] for row in answer["left"])
-    commits, problem = answer["commits"]["count"], answer["commits"]["problem"]
-    return " and ".join([*(counted(number, what) for number, what in
-                           ((paths, "file"), (commits, "commit")) if number),
+    commits, more, problem = map(answer["commits"].get, ("count", "more", "problem"))
+    return " and ".join([*(counted(number, *what) for number, *what in
+                           ((paths, "file"), (commits, "commit"),
+                            (more, "commit", " on other branches or stashed")) if number),
                          *([problem] if problem and not commits else [])])
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def counted(number: int, what: str, where: str = "") -> str:
+    return f"{number} {what}{'s' * (number != 1)}{where}"
 
 
 def cmd_merge(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "merge")
-    if session.state == "running" and not args.dry_run:
-        say(f"{session.name} runs: what it writes from now on comes with the next merge")
     answer = merge_copy(engine, session, args.dry_run)
+    users = [] if args.dry_run else sandbox.users_of(engine, session)
+    if users:
+        say(f"what goes on in {session.name} comes with the next merge: {'; '.join(users[:3])}")
     status, commits = tell(answer, args.dry_run), answer["commits"]
     for line, _ in warnings(answer["changed"]):
         say(line)

@@ -1084,11 +1084,12 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
     rows, data = [], sandbox.read_config()
     for row in app.sessions.list():
         jobs = list_jobs(row["name"], 20)
-        running = sum(job["state"] == "running" for job in jobs)
+        running = [job["kind"] for job in jobs if job["state"] == "running"]
         last = dict(jobs[0]) if jobs else None
         if last and tail:
             last["tail"] = output_tail(row["name"], last["id"], tail)
-        rows.append({**row, "agentMode": has_agent_mode(row, data), "jobs": running,
+        rows.append({**row, "agentMode": has_agent_mode(row, data), "jobs": len(running),
+                     "autostarts": running.count("autostart"),
                      "terminals": app.terminals.running(row["name"]), "last": last})
     return json_answer(rows)
 
@@ -1096,7 +1097,8 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, **dict.fromkeys(["workspace", "keys", *SETTINGS], object))
+                  image=str, **{"keys": object},
+                  **dict.fromkeys(["workspace", *SETTINGS], object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
@@ -1138,16 +1140,16 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)
-    sandbox.forget_files(name)  # left of a session that was removed behind our back
-    sandbox.write_settings(name, settings)
+    with sandbox.lock_homes():
+        if source:
+            home = sandbox.duplicate_home(engines[0], source, config, spec)
+        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source)
+    # Only now is the name ours; what has it in its folders is of an earlier session.
+    sandbox.forget_files(name)
     try:
-        with sandbox.lock_homes():
-            if source:
-                home = sandbox.duplicate_home(engines[0], source, config, spec)
-            engine, session = sandbox.create_session(engines, name, config, flags, spec, home,
-                                                     source)
+        sandbox.write_settings(name, settings)
     except BaseException:
-        sandbox.forget_files(name)
+        sandbox.remove_session(engine, session)
         raise
     return finish_start(app, engine, session, 201)
 
@@ -1177,9 +1179,9 @@ def post_recreate(app: App, _request: Request, params: Params) -> Answer:
     return finish_start(app, engine, session)
 
 
-def new_name(request: Request) -> str:
-    """The name that a request asks for, '' for none. Raises WebError."""
-    name = str(fields(request.json(), name=str).get("name", ""))
+def named(data: Mapping[str, Any]) -> str:
+    """The name that the fields of a request ask for, '' for none. Raises WebError."""
+    name = data.get("name", "")
     try:
         return sandbox.a_name(name) if name else ""
     except ValueError as error:
@@ -1189,7 +1191,7 @@ def new_name(request: Request) -> str:
 def post_rename(app: App, request: Request, params: Params) -> Answer:
     """Give a session another name; what runs in it goes on, and pages stay on its terminals."""
     engine, session = find(params["session"])
-    name, terminals = new_name(request), app.terminals.of(session.name)
+    name, terminals = named(fields(request.json(), name=str)), app.terminals.of(session.name)
     if not name:
         raise WebError("bad_request", "the name is missing")
     check_free([engine], name)
@@ -1201,15 +1203,22 @@ def post_rename(app: App, request: Request, params: Params) -> Answer:
 
 
 def post_duplicate(app: App, request: Request, params: Params) -> Answer:
-    """Create a session like another one, with a copy of its home; ports are its own."""
+    """Create a session like another one, with a copy of its home; ports are its own. It may have
+    another agent and workspace.
+    """
     engine, source = find(params["session"])
-    flags = Layer({"ports": []}, "request")
+    data = fields(request.json(), name=str, agent=str, workspace=str)
+    given = {"yolo" if field == "agent" else field: value for field, value in data.items()
+             if field != "name"}
+    flags = Layer({"ports": [], **given}, "request", code=2, places={"yolo": "agent"})
     config, kept, _ = sandbox.recreation(source, flags)
-    name = new_name(request) or sandbox.generated_name(config.get("hostPath"))
+    settings = sandbox.settings_beside(source, flags)
+    if "agent" in data and config.get("yolo") != source.agent:
+        settings.pop("agentPromptCommand", None)
+    name = named(data) or sandbox.generated_name(config.get("hostPath"))
     with CREATION_LOCK:
         check_free([engine], name)
-        return create(app, [engine], name, config, kept, sandbox.settings_beside(source, flags),
-                      source)
+        return create(app, [engine], name, config, kept, settings, source)
 
 
 def get_session(_app: App, _request: Request, params: Params) -> Answer:
@@ -1478,7 +1487,7 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     try:
         turn = None
         if kind != "autostart":
-            title = sandbox.one_line(shown.get("prompt", command).strip().split("\n")[0])
+            title = sandbox.one_line(shown.get("prompt", command).strip().split("\n")[0][:200])
             about = {"id": id, "what": kind, "command": title}
             turn = sandbox.wanted_turn(config, engine, session, about, kind == "prompt")
         write_job(folder, {"job": job, "tag": tag})
@@ -1919,8 +1928,8 @@ class Changes:
 
         known = self.log(engine, session, False)["turns"] if session.copy else []
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
-        bounds = sandbox_changes.bounds(sandbox.session_config(session))
-        request = {**bounds, "when": iso(time.time()), "tree": tree, **request}
+        request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
+                   **request}
         if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
             raise WebError("too_large", "these are too many paths", "name directories")
         return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
@@ -2413,10 +2422,11 @@ class Terminal:
     def start(self) -> None:
         """Start the program, or attach to it; raises OSError, SandboxError."""
         try:
+            if self.is_new:
+                self.begin_turn()
             if self.is_new and sandbox.is_unheld(self.session):
                 self.start_unheld()
             elif self.is_new:
-                self.begin_turn()
                 argv = sandbox.hold_argv(self.engine, self.session, workdir(self.session), self.id)
                 self.spawn(argv, sandbox.hold_environ(self.script(), "start", self.id, *self.size,
                                                       self.title, *self.command))

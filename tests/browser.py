@@ -144,12 +144,19 @@ class Page:
         self.wait(
             f"[...document.querySelectorAll({found})]"
             ".some((e) => e.checkVisibility() && !e.disabled)")
-        at = self.eval(f"""(() => {{
-            const e = [...document.querySelectorAll({found})]
-                .find((e) => e.checkVisibility() && !e.disabled);
-            e.scrollIntoView({{ block: "nearest" }});
-            const box = e.getBoundingClientRect();
-            return [box.x + box.width / 2, box.y + box.height / 2];
+        # What comes into the page meanwhile moves it: it has to be at rest for a frame.
+        at = self.eval(f"""(async () => {{
+            let at = [], last;
+            do {{
+                last = at;
+                await new Promise(requestAnimationFrame);
+                const e = [...document.querySelectorAll({found})]
+                    .find((e) => e.checkVisibility() && !e.disabled);
+                e.scrollIntoView({{ block: "nearest" }});
+                const box = e.getBoundingClientRect();
+                at = [box.x + box.width / 2, box.y + box.height / 2];
+            }} while (at[0] !== last[0] || at[1] !== last[1]);
+            return at;
         }})()""")
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left",

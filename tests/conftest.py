@@ -433,11 +433,12 @@ def project(engine: Engine) -> Path:
 
 
 @pytest.fixture
-def home(engine: Engine) -> Path:
+def home(engine: Engine) -> Iterator[Path]:
     """A fresh SANDBOX_HOME of the engine's user with the default sandbox.json; see write_config."""
-    engine.home = engine.directory()
+    before, engine.home = engine.home, engine.directory()
     write_config(engine.home)
-    return engine.home
+    yield engine.home
+    engine.home = before  # what this test has configured is no other's
 
 
 @pytest.fixture

@@ -1014,6 +1014,25 @@ def test_an_allow_list_is_edited(page: Page, service: Service, name: str) -> Non
     page.see("Not saved yet", ".settings")
 
 
+def test_what_a_changed_network_has_cut_is_sent_again(page: Page, service: Service,
+                                                      name: str) -> None:
+    service.create(name)
+    open_screen(page, service, name, "settings")
+    page.fill("textarea.mono:not(.secret)", "echo later")
+    page.eval("""(() => {
+        const fetch = window.fetch;
+        window.fetch = (address, options) => {
+            if (options.method !== "PUT") return fetch(address, options);
+            window.fetch = fetch;
+            return Promise.reject(new TypeError("Failed to fetch"));
+        };
+    })()""")
+    page.click(".settings button[type=submit]")
+    page.see("Settings saved")
+    settings = service.get(f"/api/sessions/{name}/settings").json["settings"]
+    assert settings["autostart"] == "echo later"
+
+
 def test_settings_say_where_the_output_of_autostart_is(
     page: Page, service: Service, name: str
 ) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 from conftest import IMAGE as TEST_IMAGE
-from conftest import PYTHON, Engine, Result, write_config
+from conftest import PYTHON, ROOT, Engine, Result, write_config
 from service import Service, wait_for
 from test_agents import ENV_FILE, IMAGE, ONCE, image, on_docker, write_stub_config
+from test_engines import sleeping
 
 import sandbox
 import sandbox_changes
@@ -94,6 +95,13 @@ class Turns:
 @pytest.fixture
 def turns(engine: Engine, image: str, home: Path, project: Path, name: str) -> Turns:
     return Turns(engine, name)
+
+
+def test_what_is_asked_waits_for_no_reader() -> None:
+    """A pipe is full after 64 KiB, and after 8 for one who has many."""
+    ask = "import sandbox; print(sandbox.Output(['wc', '-c'], stdin=bytes(1 << 20)).result())"
+    done = subprocess.run([PYTHON, "-c", ask], cwd=ROOT, text=True, capture_output=True, timeout=30)
+    assert done.stdout == f"(0, '{1 << 20}\\n', '')\n", done.stderr
 
 
 # --- A turn ---
@@ -196,6 +204,13 @@ def test_turns_at_once_are_marked(turns: Turns) -> None:
 # --- Who takes the last snapshot ---
 
 
+def test_strict_does_not_pass_what_may_still_write(turns: Turns) -> None:
+    left = turns.run("--strict", "-x", "setsid sleep 98764 </dev/null >/dev/null 2>&1 & echo done")
+    assert (left.returncode, left.stdout) == (3, "done\n"), left.stderr
+    assert "sleep 98764 runs on: what it changes from now on is in no turn" in left.stderr
+    assert turns.run("--strict", "-x", "true").returncode == 0  # the next turn has not started it
+
+
 @pytest.mark.parametrize("how", ["detached", "left", "killed"])
 def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: str) -> None:
     wait = "until [ -e go ]; do sleep 0.1; done; echo x >made"
@@ -224,6 +239,30 @@ def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: s
     assert "later" not in turns.changed(turn["id"])
 
 
+def test_a_turn_does_not_last_as_long_as_what_its_program_left(turns: Turns) -> None:
+    left = turns.run("-d", "--checkpoint", "-x",
+                     "setsid sh -c 'echo x >made; exec sleep 98763' </dev/null >/dev/null 2>&1 & "
+                     "until [ -e made ]; do sleep 0.1; done")
+    assert left.returncode == 0, left.stderr
+    (turn,) = turns.ended()
+    assert turns.changed(turn["id"]) == {"made"}
+    assert sleeping(turns.engine, turns.name, "98763") == 1
+
+
+def test_who_comes_back_is_told_what_may_be_executed(turns: Turns) -> None:
+    script = "echo begun; until [ -e go ]; do sleep 0.1; done; echo evil >>.envrc; exit 4"
+    assert turns.run("-d", "--checkpoint", "-x", script).returncode == 0
+    with turns.engine.pty("attach", turns.name, cols=200) as attached:
+        attached.expect("begun")
+        (turns.project / "go").touch()
+        attached.expect("has ended with status 4")
+        attached.expect(f"{turns.name} has changed .envrc: ")
+        assert attached.wait() == 4
+    assert turns.run("-d", "-x", "true").returncode == 0  # which is no turn
+    plain = turns.engine.sandbox("attach", turns.name)
+    assert plain.returncode == 0 and len(plain.stderr.splitlines()) == 1, plain
+
+
 def test_a_job_takes_its_snapshots_though_the_server_is_killed(turns: Turns, service: Service,
                                                                ) -> None:
     config = json.loads((turns.engine.home / "sandbox.json").read_text()) | {
@@ -243,6 +282,19 @@ def test_a_job_takes_its_snapshots_though_the_server_is_killed(turns: Turns, ser
     assert ended["changes"]["risks"] == [{"path": "Makefile", "risk": ["a build runs it"]}]
     turn = turns.log()[-1]
     assert (turn["what"], turn["command"]) == ("prompt", prompt.split("\n")[0])
+
+
+@on_docker
+def test_a_prompt_of_one_long_line_is_a_turn(turns: Turns, service: Service) -> None:
+    """What is kept of it is a title: a request and a variable hold only so much."""
+    write_config(turns.engine.home, imageName=IMAGE.partition(":")[0], network="none",
+                 checkpoint=True, agentPromptCommand="sh -c {prompt}")
+    service.create(turns.name)
+    prompt = f"echo x >made; true {'日本' * 11_000}"
+    job = service.post(f"/api/sessions/{turns.name}/prompt", {"prompt": prompt}).json
+    assert service.ended(job)["exit"] == 0
+    (turn,) = turns.log()
+    assert turn["command"] == prompt[:200] and turns.changed(turn["id"]) == {"made"}
 
 
 def test_an_agents_terminal_in_the_browser_is_a_turn(turns: Turns, service: Service) -> None:
@@ -342,13 +394,30 @@ def test_ctrl_c_leaves_no_container(turns: Turns) -> None:
         wait_for(lambda: "locked" in turns.engine.run("logs", holder).stdout)
         client = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x", "echo x >made")
         assert client.stderr
-        assert client.stderr.readline() == f"sandbox: taking a snapshot of {turns.project}\n"
+        assert client.stderr.readline() == (
+            f"sandbox: taking a snapshot of {turns.project}: Ctrl-C ends it, "
+            "--no-checkpoint goes without\n")
         assert turns.containers()
         client.send_signal(signal.SIGINT)
         assert client.wait(60) == 130
         assert not turns.containers() and not (turns.project / "made").exists()
     finally:
         turns.engine.run("rm", "-f", holder)
+
+
+@on_docker
+def test_an_agents_terminal_that_is_not_held_is_a_turn(turns: Turns, service: Service) -> None:
+    """Nor the next one, of which that is known before."""
+    write_stub_config(turns.engine, turns.engine.home)
+    config = json.loads((turns.engine.home / "sandbox.json").read_text())
+    del config["checkpoint"]
+    (turns.engine.home / "sandbox.json").write_text(json.dumps(config))
+    service.create(turns.name, agent="claude")
+    turns.engine.run("exec", turns.name, "sh", "-c", "rm $(command -v python3)")
+    with service.terminal(turns.name, "run=agent") as first:
+        first.expect("this terminal ends with its server")
+        with service.terminal(turns.name, "run=agent"):
+            wait_for(lambda: len(turns.log()) == 2, 60)
 
 
 # --- What is hostile ---
@@ -425,6 +494,49 @@ def test_protected_parts_of_git_can_only_be_read(turns: Turns, hooks: bool) -> N
     subprocess.run(["rm", "-r", git], check=True)
     bare = turns.engine.sandbox("run", "-n", f"{turns.name}-bare", "-x", "true")
     assert (bare.returncode, "nothing is protected" in bare.stderr) == (0, True)
+
+
+def test_a_turn_without_snapshots_does_not_start_unasked(turns: Turns) -> None:
+    """What a session that was not made from here would change, nobody could say."""
+    engine, theirs = turns.engine, f"{turns.name}-theirs"
+    assert turns.run("-x", "true").returncode == 0
+    engine.run("rename", turns.name, theirs)
+    turns.name = theirs
+    for option in ("--strict", "--checkpoint"):
+        refused = turns.run(option, "-x", "touch made")
+        assert refused.returncode == 125 and "--no-checkpoint" in refused.stderr, refused
+    assert not (turns.project / "made").exists()
+    assert turns.run("-x", "true").returncode == 0
+    config = json.loads((engine.home / "sandbox.json").read_text())
+    (engine.home / "sandbox.json").write_text(json.dumps(config | {"checkpoint": "try"}))
+    assert turns.run("-x", "touch made").returncode == 0
+    assert (turns.project / "made").exists()
+
+
+def test_git_is_led_to_no_other_configuration(turns: Turns) -> None:
+    """By the files that take the place of a protected configuration: the host's git runs."""
+    git, marker = turns.project / ".git", turns.engine.area / "marker"
+    path = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1"}
+    as_owner = {"user": turns.engine.uid, "group": turns.engine.gid, "env": path}
+    subprocess.run(["git", "init", "-q", turns.project], check=True, env=path)
+    subprocess.run(["git", "config", "-f", git / "config", "extensions.worktreeConfig", "true"],
+                   check=True, env=path)
+    subprocess.run(["chown", "-R", f"{turns.engine.uid}:{turns.engine.gid}", git], check=True)
+    write_config(turns.engine.home, imageName=IMAGE.partition(":")[0], network="none",
+                 protect=["hooks", "config"])
+    evil = f'[core]\n\trepositoryformatversion = 0\n\tfsmonitor = "touch {marker}; false"\n'
+    tried = turns.run("-x", "mkdir -p evil/objects evil/refs && cp .git/HEAD evil/ && "
+                      f"printf %s {shlex.quote(evil)} >evil/config; sudo rm -f .git/commondir; "
+                      "sudo cp evil/config .git/config.worktree; echo ../evil >.git/commondir; "
+                      "git config --worktree x.y z; git status --short")
+    assert "evil/" in tried.stdout, tried
+    status = subprocess.run(["git", "-C", turns.project, "status", "--short"], text=True,
+                            capture_output=True, **as_owner)  # type: ignore[call-overload]
+    assert (status.stdout, status.stderr) == ("?? evil/\n", "") and not marker.exists()
+    assert turns.engine.sandbox("recreate", turns.name).returncode == 0
+    (git / "commondir").write_text("../evil\n")
+    refused = turns.engine.sandbox("recreate", turns.name)
+    assert refused.returncode and "leads git to another repository" in refused.stderr, refused
 
 
 # --- The store's life ---

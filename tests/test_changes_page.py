@@ -220,7 +220,8 @@ def test_what_an_agent_has_written_is_seen_and_not_obeyed(page: Page, service: S
         "<img src=x onerror=alert(1)>", "line\\x0abreak", "esc\\x1b[31m", "by\\xfftes\\x85",
         "evil\\u202egnp.exe", '"quoted"', " space ", "tag\\u{e0041}", "link", "bin", "fifo"])
     page.eval("document.querySelectorAll('.file').forEach((button) => button.click())")
-    page.wait("document.querySelectorAll('.file-body > *').length === 11")
+    page.wait("document.querySelectorAll('.file-body > *').length === 11 && "
+              "!document.querySelector('.files').textContent.includes('Loading')")
     text = page.eval("document.querySelector('.files').textContent")
     for seen in ("one\\x0d", "\\x1b[2J\\xff", "\\u2066\\u200b\\u0085\\u2028", "It is no text,",
                  "What it held was not kept: it is a fifo.",
@@ -382,8 +383,15 @@ def test_rows_of_odd_types_hide_no_others(page: Page, service: Service) -> None:
 
 def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: Service,
                                                            session: str) -> None:
-    top = service.engine.project
+    top, engine = service.engine.project, service.engine
     (top / "file").write_text("one\ntwo\n")
+    assert service.request("DELETE", f"/api/sessions/{session}").status == 200
+    given = engine.home / "given.env"
+    given.write_text("GIVEN=1\n")
+    # A session's own isolation holds for what is made of it.
+    made = engine.sandbox("run", "-n", session, "--net", "none", "--ef", str(given), "--memory",
+                          "700m", "-v", f"{engine.home}:/given:ro", "-x", "true")
+    assert made.returncode == 0, made.stderr
     open_changes(page, service, session)
     page.click(".scroll > div > .row button")
     page.see("One prompt to several agents", "dialog")
@@ -401,6 +409,12 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
     rows = {row["name"]: row for row in service.get("/api/sessions").json}
     assert [rows[name]["workspace"] for name in names] == ["copy"] * 2
     assert len({rows[name]["agent"] for name in names}) == 2
+    assert [rows[name]["network"] for name in names] == ["none"] * 2
+    for name in names:
+        inside = engine.sandbox("run", "-n", name, "-x", "echo $GIVEN; ls -d /given")
+        assert inside.stdout == "1\n/given\n", inside
+        limit = engine.run("inspect", "--format", "{{.HostConfig.Memory}}", name)
+        assert limit.stdout == f"{700 << 20}\n"
     assert (top / "file").read_text() == "one\ntwo\n" and not (top / "new").exists()
     (top / "file").write_text("one\ntwo\nthree\n")
     page.click(labelled(f"Merge {names[0]}"))
@@ -424,6 +438,20 @@ def test_one_prompt_to_several_agents_and_the_merge_of_one(page: Page, service: 
     for name in names:
         assert service.request("DELETE", f"/api/sessions/{name}?force=1").status == 200
     page.wait("!document.querySelector('.card')")
+
+
+def test_an_autostart_that_stays_is_no_work(page: Page, service: Service, session: str) -> None:
+    name = f"{session}-2"
+    service.create(name, workspace="copy", autostart="sleep 1000")
+    turn(service, name, "echo x >made")
+    (row,) = [row for row in service.get("/api/sessions").json if row["name"] == name]
+    assert (row["jobs"], row["autostarts"]) == (1, 1)
+    open_changes(page, service, name)
+    page.see("idle", f".copies .card:has([href*='{name}']) .doing")
+    page.see("idle", f".sessions a[href*='{name}'] .doing")
+    page.goto(f"http://{service.address}/preview")
+    page.see("Waiting for you", f".tile:has([href*='{name}']) .state")
+    assert service.request("DELETE", f"/api/sessions/{name}?force=1").status == 200
 
 
 def test_controls_have_names_and_are_reached(page: Page, service: Service, session: str) -> None:

@@ -9,11 +9,12 @@ import signal
 import socket
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Engine, Process, Result, write_config
+from conftest import PYTHON, Engine, Process, Result, write_config
 from network import inspected
 from service import Service, wait_for
 from test_agents import IMAGE as AGENTS_IMAGE
@@ -235,6 +236,20 @@ def test_it_survives_a_new_container_and_a_new_name(repository: Copied, engine: 
     assert not {volume, volume.replace("copy", "shadow")} & volumes(engine)
 
 
+def test_it_never_becomes_one_of_another_directory(repository: Copied, engine: Engine, name: str,
+                                                   ) -> None:
+    """A merge would go there."""
+    repository.make(name, "touch work")
+    other = engine.directory()
+    for status, words in ((1, ["recreate", name]), (125, ["run", "--from", name, "-x", "true"])):
+        refused = engine.sandbox(words[0], "--hp", str(other), *words[1:])
+        assert refused.returncode == status and "for good" in refused.stderr, refused
+    link = other / "link"
+    link.symlink_to(repository.project)
+    assert engine.sandbox("recreate", name, "--hp", str(link)).returncode == 0
+    assert repository.brought(name) == ["work"]
+
+
 def test_a_duplicate_has_the_work_and_knows_what_was_merged(repository: Copied, engine: Engine,
                                                             name: str) -> None:
     repository.make(name, "echo 1 >merged")
@@ -349,6 +364,19 @@ def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, n
     assert volume not in volumes(engine)
 
 
+def test_the_snapshots_of_another_directory_change_nothing(repository: Copied, engine: Engine,
+                                                           name: str) -> None:
+    """As in a store that was another session's: in its eyes all that is there is new or gone."""
+    repository.make(name, "echo work >work")
+    store = f"{volume_of(engine, name, 'shadow')}:/store"
+    engine.run("run", "--rm", "--user", "0", "--network", "none", "-v", store, AGENTS_IMAGE,
+               "sed", "-i", "s/a copy of /elsewhere/", "/store/state.json")
+    refused = repository.merge(name, fails=1).stderr
+    assert f"the snapshots are those of elsewhere{repository.project}, and not of a copy" in refused
+    assert not (repository.project / "work").exists()
+    assert "holds work that was not merged" in engine.sandbox("rm", name).stderr
+
+
 def test_what_cannot_come_is_work_all_the_same(repository: Copied, engine: Engine, name: str,
                                                ) -> None:
     repository.make(name, "head -c 20000000 /dev/urandom >large; mkdir ignored; echo x >ignored/x")
@@ -373,6 +401,153 @@ def test_prune_names_the_copy_of_a_lost_session(repository: Copied, engine: Engi
         assert {copy, copy.replace("copy", "shadow")} <= volumes(engine)
     assert copy in engine.sandbox("prune", "--copies").stdout
     assert not {copy, copy.replace("copy", "shadow")} & volumes(engine)
+
+
+def remove_behind(engine: Engine, name: str) -> None:
+    engine.run("rm", "-f", *(["--time=0"] if engine.runtime == "podman" else []), name)
+    assert "is gone" in engine.sandbox("run", "-n", name, "-x", "true").stderr
+
+
+def test_what_a_lost_container_left_is_taken_only_for_the_same(repository: Copied, engine: Engine,
+                                                               name: str) -> None:
+    """The snapshots of a directory say nothing of a copy, or of another directory."""
+    repository.run(name, "true", "--checkpoint")
+    left = volume_of(engine, name, "home")
+    remove_behind(engine, name)
+    made = engine.sandbox("run", "-n", name, "--copy", "-x", "sh", "-c", "echo work >work; ls")
+    assert (made.returncode, made.stdout) == (0, "a\nb\nwork\n"), made
+    assert "its home was kept" not in made.stderr and "prune" in made.stderr
+    assert volume_of(engine, name, "home") != left
+    assert repository.brought(name) == ["work"]
+    assert (repository.read("a"), repository.read("b")) == (TEXT, "b\n")
+    remove_behind(engine, name)
+    kept = engine.sandbox("run", "-n", name, "--copy", "-x", "ls")
+    assert kept.stdout == "a\nb\nwork\n" and "its home was kept" in kept.stderr
+    copy = volume_of(engine, name)
+    remove_behind(engine, name)
+    engine.run("volume", "rm", copy)
+    again = engine.sandbox("run", "-n", name, "--copy", "-x", "sh", "-c", "rm b; ls")
+    assert again.stdout == "a\nwork\n" and volume_of(engine, name) != copy
+    assert repository.brought(name) == ["b"] and repository.read("a") == TEXT
+
+
+def test_a_copy_without_its_volume_is_not_merged(repository: Copied, engine: Engine, name: str,
+                                                 ) -> None:
+    """It would be made anew, and be empty: every file would go."""
+    repository.make(name, "echo work >work")
+    copy = volume_of(engine, name)
+    aside = f"{copy}-aside"  # an engine removes no volume of a container, so the name is changed
+    try:
+        engine.sandbox("stop", name)
+        answer = asked_with_copy(engine, name, aside)
+        assert "the copy of" in answer and "is gone" in answer
+        assert aside not in volumes(engine) and repository.read("a") == TEXT
+    finally:
+        engine.run("volume", "rm", aside)
+
+
+def asked_with_copy(engine: Engine, name: str, copy: str) -> str:
+    """What a merge says of a session whose copy is taken for another volume."""
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import sandbox, sandbox_changes
+engine, session = sandbox.find_session(sandbox.engines_of(), sys.argv[2])
+session.copy = sys.argv[3]
+try:
+    print(sandbox_changes.merge_copy(engine, session))
+except sandbox.SandboxError as error:
+    print(error.message)
+"""
+    done = subprocess.run([PYTHON, "-I", "-c", script, str(engine.area / "app"), name, copy],
+                          text=True, capture_output=True, **engine.where())
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def test_another_directory_begins_without_undos(copied: Copied, engine: Engine, name: str) -> None:
+    copied.run(name, "echo agent >made", "--checkpoint")
+    other = engine.directory()
+    (other / "mine").write_text("mine\n")
+    moved = engine.sandbox("recreate", name, "--hp", str(other))
+    assert moved.returncode == 0, moved.stderr
+    assert json.loads(engine.sandbox("log", name, "--json").stdout) == []
+    assert engine.sandbox("undo", name).returncode == 1
+    assert [path.name for path in other.iterdir()] == ["mine"]
+    link = copied.project / "link"
+    link.symlink_to(copied.project)
+    assert engine.sandbox("run", "-n", f"{name}-l", "--hp", str(link), "--checkpoint", "-x",
+                          "touch more").returncode == 0
+    link.unlink()
+    link.symlink_to(other)
+    remove_behind(engine, f"{name}-l")
+    again = engine.sandbox("run", "-n", f"{name}-l", "--hp", str(link), "-x", "ls")
+    assert again.stdout == "mine\n" and "its home was kept" not in again.stderr
+    assert json.loads(engine.sandbox("log", f"{name}-l", "--json").stdout) == []
+    copied.make(f"{name}-2", "echo work >work")
+    refused = engine.sandbox("recreate", f"{name}-2", "--hp", str(other))
+    assert refused.returncode and f"a copy of {copied.project}, for good" in refused.stderr
+    assert copied.brought(f"{name}-2") == ["work"]
+
+
+def test_a_copy_that_was_not_made_from_here_is_not_lost_unasked(repository: Copied, engine: Engine,
+                                                                service: Service, name: str,
+                                                                ) -> None:
+    repository.make(name, "echo work >work")
+    copy, store = volume_of(engine, name), volume_of(engine, name, "shadow")
+    other = f"{name}-2"
+    engine.run("rename", name, other)
+    refused = engine.sandbox("rm", other)
+    assert refused.returncode == 1 and "was not made from here" in refused.stderr
+    assert service.post(f"/api/sessions/{other}", method="DELETE").status == 409
+    assert {copy, store} <= volumes(engine)
+    assert engine.sandbox("rm", "-f", other).returncode == 0  # its labels may name another's
+    assert {copy, store} <= volumes(engine)
+    engine.run("volume", "rm", copy, store)
+
+
+def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, name: str) -> None:
+    commit = "git commit -q --allow-empty -m"
+    repository.make(name, f"git checkout -qb feature; {commit} one; {commit} two; "
+                          "git tag -a t -m t; git checkout -q main")
+    refused = engine.sandbox("rm", name)
+    assert refused.returncode == 1, refused
+    assert "2 commits on other branches or stashed" in refused.stderr
+    assert "nothing to change" in repository.merge(name).stderr
+    repository.run(name, "git branch -qD feature; git tag -d t")
+    repository.run(name, "echo 1 >>a; git stash -q; echo 2 >>a; git stash -q", *AS_AGENT)
+    assert "commits on other branches or stashed" in engine.sandbox("rm", name).stderr
+    repository.run(name, f"git stash clear; git pack-refs --all; git checkout -q --orphan x; "
+                         f"git rm -rqf .; git checkout -q main; git branch y; {commit} three; "
+                         "git pack-refs --all", *AS_AGENT)
+    assert ": 1 commit\n" in engine.sandbox("rm", name).stderr
+    repository.run(name, "git reset -q --hard y; mkfifo .git/refs/heads/fifo; echo bad >"
+                         ".git/refs/heads/bad; printf %040d 1 >.git/refs/heads/none")
+    assert engine.sandbox("rm", name).returncode == 0  # there is none by now
+
+
+@docker_only
+def test_a_source_does_not_change_while_it_is_duplicated(copied: Copied, engine: Engine, name: str,
+                                                         ) -> None:
+    copied.make(name, "head -c 800000000 /dev/zero >large")
+    before = volumes(engine)
+    with engine.popen("run", "-n", f"{name}-2", "--from", name, "-x", "stat", "-c", "%s", "large",
+                      ) as run:
+        wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
+        removed = engine.sandbox("rm", "-f", name)
+        assert removed.returncode == 0 and "waiting for another command" in removed.stderr
+        assert run.stdout and run.stdout.read() == "800000000\n"
+
+
+@docker_only
+@pytest.mark.parametrize("ending", [".lock", "..b", "."])
+def test_a_name_that_is_no_branch_gets_one(repository: Copied, engine: Engine, name: str,
+                                           ending: str) -> None:
+    repository.make(f"{name}{ending}", "git commit -q --allow-empty -m work")
+    said = repository.merge(f"{name}{ending}").stderr
+    assert "1 commit came as the branch sandbox/" in said
+    branch = said.split("the branch ")[1].split()[0]
+    assert repository.git("log", "--format=%s", branch) == "work\nfirst\n"
 
 
 # --- Merging ---
@@ -570,3 +745,24 @@ def test_the_service_makes_copies_and_loses_none(repository: Copied, engine: Eng
     refused = service.post(f"/api/sessions/{name}", method="DELETE")
     assert refused.status == 409 and "1 file" in refused.json["error"]["message"]
     assert service.post(f"/api/sessions/{name}?force=1", method="DELETE").status == 200
+
+
+@docker_only
+def test_a_name_taken_meanwhile_keeps_its_settings(copied: Copied, engine: Engine,
+                                                   service: Service, home: Path, name: str,
+                                                   ) -> None:
+    with (copied.project / "large").open("wb") as file:
+        for _ in range(50):
+            file.write(bytes(10 << 20))
+    before = volumes(engine)
+    with ThreadPoolExecutor() as pool:
+        posted = pool.submit(service.post, "/api/sessions", {
+            "name": name, "directory": str(copied.project), "workspace": "copy"})
+        wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
+        engine.run("create", "--name", name, AGENTS_IMAGE)
+        theirs = home / "sessions" / f"{name}.json"
+        theirs.parent.mkdir(exist_ok=True)
+        theirs.write_text('{"yolo": "codex"}')
+        assert posted.result().status != 201
+    assert theirs.read_text() == '{"yolo": "codex"}'
+    engine.run("rm", name)

@@ -245,6 +245,9 @@ def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Workt
     assert (mounted.stdout, mounted.stderr) == ("?? ./\n", "")
     other = engine.sandbox("run", "-n", f"{name}c", "--cp", "/work", "-x", "true", cwd=below)
     assert "run from" in other.stderr and "-v" not in other.stderr
+    copy = engine.sandbox("run", "-n", f"{name}d", *git_image, "--copy", "-x", "true", cwd=below)
+    assert copy.returncode == 0, copy
+    assert "run from" in copy.stderr and "-v" not in copy.stderr  # it would be no copy then
 
 
 def test_a_project_whose_repository_lies_elsewhere_gets_a_hint(engine: Engine, worktree: Worktree,

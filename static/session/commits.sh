@@ -1,6 +1,7 @@
 # Runs in a container of its own as the user of a session: brings the commits of its copy, which is
 # /run/sandbox-work, into the repository at /run/sandbox-git as the branch $1; with $2 = 1 it only
-# counts them. Prints how many there are. What follows are the arguments of mounts_are().
+# counts them. Prints how many there are, and how many more other branches, tags, stashes and
+# worktrees of the copy have. What follows are the arguments of mounts_are().
 # git sees two repositories that are made here: of the copy they have the objects and one commit,
 # of the person's the objects and the refs, and of neither any configuration or hook.
 branch=$1 dry=$2 theirs=/run/sandbox-work/.git ours=/run/sandbox-git
@@ -17,9 +18,25 @@ case $tip in
   tip=$(text "$theirs/$ref" 100)
   [ "$tip" ] || tip=$(text $theirs/packed-refs 100000000 | awk -v ref="$ref" '$2 == ref {print $1}') ;;
 esac
-case $tip in '' | *[!0-9a-f]*) echo 0; exit 0 ;; esac
+case $tip in *[!0-9a-f]*) tip= ;; esac
+if [ -d $theirs/reftable ]; then
+  echo "the copy has another format than git's files of refs" >&2
+  exit 1
+fi
+# What the refs, stashes and worktrees of a repository name.
+named() {
+  {
+    timeout 20 grep -rhs . "$1/refs" "$1/HEAD" "$1"/worktrees/*/HEAD
+    text "$1/packed-refs" 100000000 |
+      while read -r id ref; do [ -e "$1/$ref" ] || echo "$id"; done # a file of its own is newer
+    text "$1/logs/refs/stash" 10000000 | cut -d ' ' -f 2
+  } | grep -aEx '[0-9a-f]{40}|[0-9a-f]{64}'
+}
+others=$(named $theirs)
+[ "$tip$others" ] || { echo 0 0; exit 0; }
 format=sha1
-[ ${#tip} = 40 ] || format=sha256
+any=${tip:-${others%%[!0-9a-f]*}}
+[ ${#any} = 40 ] || format=sha256
 cd /dev/shm || exit 1
 git init -q --bare --template= --object-format=$format copy &&
   git init -q --bare --template= --object-format=$format person || exit 1
@@ -27,9 +44,14 @@ echo $theirs/objects >copy/objects/info/alternates
 for part in objects refs; do rm -r person/$part && ln -s $ours/$part person; done
 for part in packed-refs shallow; do [ ! -f $ours/$part ] || ln -s $ours/$part person; done
 text $theirs/shallow 1000000 | grep -Ex '[0-9a-f]{40,64}' >copy/shallow || rm copy/shallow
-count=$(GIT_ALTERNATE_OBJECT_DIRECTORIES=$theirs/objects \
-  git --git-dir=person rev-list --count "$tip" --not --all) || exit 1
-echo "$count"
+count() {
+  GIT_ALTERNATE_OBJECT_DIRECTORIES=$theirs/objects git --git-dir=person rev-list --count "$@"
+}
+count=0
+[ -z "$tip" ] || count=$(count "$tip" --not --all) || exit 1
+more=$({ echo "$others"; named $ours | sed 's/^/^/'; } | grep . |
+  count --ignore-missing --stdin --not --all $tip) || exit 1
+echo "$count $more"
 [ "$count" != 0 ] && [ "$dry" != 1 ] || exit 0
 git --git-dir=copy update-ref refs/heads/work "$tip" || exit 1
 said=$(git --git-dir=person -c transfer.fsckObjects=true -c core.hooksPath=/dev/null \

@@ -37,14 +37,18 @@ async function answer(response) {
   throw new ApiError(response.status, data.error);
 }
 
+// A browser ends what is on its way when a network interface comes or goes, as with each container on its machine.
+const MAY_BE_SENT_TWICE = ["GET", "PUT"];
+
 /** Fetch, and note whether the server was there. Rejects with an ApiError whose code is OFFLINE when it was not. */
-async function reach(address, options) {
+async function reach(address, options, again = MAY_BE_SENT_TWICE.includes(options?.method ?? "GET")) {
   try {
     const response = await fetch(address, { ...options, redirect: "error", cache: "no-store" });
     setLink(true);
     return response;
   } catch (error) {
     if (error.name === "AbortError") throw error;
+    if (again) return reach(address, options, false);
     setLink(false);
     throw new ApiError(0, { code: OFFLINE, message: "the server does not answer", hint: "is it still running?" });
   }

@@ -22,13 +22,9 @@ function freeNames(name, count) {
   return names;
 }
 
-/** Make a copy with an agent, and prompt it. It goes on from the settings of the session. */
+/** Make a copy with an agent, and prompt it. It is isolated as the session is. */
 async function begin(context, name, agent, prompt) {
-  const { directory, profile, agent: own } = context.session;
-  const { settings } = await api.settings(context.name);
-  if (agent !== own) delete settings.agentPromptCommand;
-  const given = Object.entries({ ...settings, name, directory, profile, agent, workspace: "copy" });
-  await api.create(Object.fromEntries(given.filter(([, value]) => value != null && value !== "")));
+  await api.act(context.name, "duplicate", { name, agent, workspace: "copy" });
   await api.prompt(name, prompt);
 }
 

@@ -65,3 +65,6 @@ export const changesText = ({ files, added, deleted, risky } = {}) => !files ? "
 /** Where the changes of a session are shown, those of a turn open. */
 export const changesAddress = (name, turn = "") =>
   `/#/s/${encodeURIComponent(name)}/changes${turn && `/${encodeURIComponent(turn)}`}`;
+
+/** How many jobs of a session are work: its autostart script may stay for as long as it runs. */
+export const working = (row) => (row.jobs ?? 0) - (row.autostarts ?? 0);

@@ -3,7 +3,7 @@
 import { api } from "./api.js";
 import { completeDirectories } from "./directory.js";
 import { $, drawn, h, problem, toast } from "./dom.js";
-import { ago, count, outcome, tailOf } from "./format.js";
+import { ago, count, outcome, tailOf, working } from "./format.js";
 import { icon } from "./icons.js";
 import { networkChoice } from "./network.js";
 import { notifyButton, unseen } from "./news.js";
@@ -13,9 +13,10 @@ const FILTER_FROM = 8; // sessions from which on there is a filter
 
 /** What a session is doing, as { text, tone }. */
 export function activity(row) {
-  const parts = [row.jobs && count(row.jobs, "job"), row.terminals && count(row.terminals, "terminal")].filter(Boolean);
+  const jobs = working(row);
+  const parts = [jobs && count(jobs, "job"), row.terminals && count(row.terminals, "terminal")].filter(Boolean);
   if (row.network === "cut") return { text: ["network cut", ...parts].join(", "), tone: "bad" };
-  if (row.jobs) return { text: `${parts.join(", ")} running`, tone: "run" };
+  if (jobs) return { text: `${parts.join(", ")} running`, tone: "run" };
   if (row.state !== "running") return { text: row.state, tone: "off" };
   const { last } = row;
   const ended = last && last.kind !== "autostart" ? outcome(last) : null;

@@ -98,7 +98,7 @@ export const job = fitted({ id: shown, session: shown, kind: shown, state: shown
 const rules = fitted({ allow: texts, deny: texts }, "allow");
 const session = { name: shown, state: shown, agent: shown, directory: shown };
 export const row = fitted({ ...session, workspace: shown, network: shown, agentMode: whether, jobs: amount,
-  terminals: amount, last: job }, "name");
+  autostarts: amount, terminals: amount, last: job }, "name");
 export const detail = fitted({ ...session, profile: shown, workdir: shown, runtime: shown,
   workspace: shown,
   agentPromptCommand: shown, ports: texts,
