@@ -2787,13 +2787,17 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             sandbox_changes.make_copy(engine, session, source)
         begun = turn(engine, session)
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
-        status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
-        if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
+        making, given = engine.create(session_argv(engine, name, spec, labels)), False
+        try:
+            ended = proxy.result() if proxy else (0, "", "")
+            if not ended[0]:
+                give_keys(engine, session, config)
+            given = True
+        finally:  # what is being made can be removed only then
+            made, out, err = making.result()
+            status = made if given else 1
+        if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
-        if not status:
-            status = 1  # until its broker has the keys
-            give_keys(engine, session, config)
-            status = 0
     finally:
         if status:
             if begun:
