@@ -6,6 +6,7 @@
     sandbox recreate demo -p 80:80   a new container for it, its conversations stay
     sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
     sandbox log | diff | undo | redo what agents have changed, and back
+    sandbox usage | budget           what they have used, and may use
     sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
@@ -641,6 +642,32 @@ def a_checkpoint(value: Any) -> Any:
     return value
 
 
+AMOUNTS = ("usd", "tokens", "minutes")
+
+
+def a_budget(value: Any) -> dict[str, Any]:
+    """An object of amounts and `per`, or a string such as 5usd,60minutes/day; '' is none."""
+    import re
+
+    wrong = ValueError(f'{value!r} is not such as 5usd, 60minutes/day or {{"usd": 5, "tokens": '
+                       '2000000, "minutes": 60, "per": "day"}')
+    if isinstance(value, str):
+        amounts, _, per = value.partition("/")
+        found = [re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d\d?)?)([a-z]+)", word)
+                 for word in amounts.split(",") if word]
+        if not all(found) or "/" in value and not per:
+            raise wrong
+        value = {match[2]: float(match[1]) for match in found if match}
+        value |= {"per": per} if per else {}
+    if not isinstance(value, dict) or set(value) - {*AMOUNTS, "per"}:
+        raise wrong
+    numbers = [amount for name, amount in value.items() if name != "per"]
+    if (not all(type(amount) in (int, float) and 0 <= amount < 1e15 for amount in numbers)
+            or value.get("per", "day") not in ("session", "day")):
+        raise wrong
+    return value
+
+
 def an_engine(value: Any) -> str:
     return one_of(ENGINES, "an engine")(value)
 
@@ -656,6 +683,7 @@ def an_environment(value: Any) -> dict[str, str]:
 
 
 WORKSPACES = ("mount", "copy")
+KEYS_ARE = ("visible", "hidden")
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 
 
@@ -732,6 +760,10 @@ KEYS = {key.name: key for key in (
         fixed=True, limit="pids-limit"),
     Key("network", a_network, "--net --network", "MODE", "open, none or host", default="open",
         fixed=True, setting=True),
+    Key("keys", one_of(KEYS_ARE, "a way to give keys"), "--keys", "hidden|visible",
+        "whether agents see the keys that they work with", default="visible", fixed=True),
+    Key("budget", a_budget, "--budget", "AMOUNT",
+        "refuse what goes beyond it, such as 5usd, 2e6tokens or 60minutes/day", setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
     Key("checkpoint", a_checkpoint),
@@ -2159,8 +2191,11 @@ class Session:
         self.ours = ""
         self.user = labels.get("sandbox.user", "0:0")  # numeric uid:gid that commands run as
         self.agent = agent if (agent := labels.get("sandbox.agent", "")) in AGENTS else ""
-        # The name of its proxy and of the volume that both mount; '' without an allowlist.
-        proxied = labels.get("sandbox.network") == "allow"
+        # The name of its proxy, which is its broker, too, and of the volume that both mount; ''
+        # where it has neither an allowlist nor hidden keys.
+        self.has_rules = labels.get("sandbox.network") == "allow"
+        self.hides_keys = labels.get("sandbox.keys") == "hidden"
+        proxied = self.has_rules or self.hides_keys
         self.proxy = f"sandbox-proxy-{labels.get('sandbox.session')}" if proxied else ""
         self.volume = self.proxy.replace("proxy", "net")
         # The volume that is its home; '' for one of before there were any. Anyone can give a
@@ -2241,8 +2276,9 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         raise ValueError("git")
     if isinstance(network, dict) != (labels.get("sandbox.network") == "allow"):
         raise ValueError("network")
-    if (spec.get("workspace") == "copy") != (labels.get("sandbox.workspace") == "copy"):
-        raise ValueError("workspace")
+    for name, mode in (("workspace", "copy"), ("keys", "hidden")):
+        if (spec.get(name) == mode) != (labels.get(f"sandbox.{name}") == mode):
+            raise ValueError(name)
 
 
 def settings_path(name: str) -> str:
@@ -2518,7 +2554,7 @@ def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     """A line for all in which a container differs from what is asked for, but for its rules."""
     lines = []
     for key, value in want.items():
-        old = have.get(key)
+        old = have.get(key, "visible" if key == "keys" else None)  # an old session has none
         if isinstance(value, list):
             old = old or []
             lines += [f"{key}: it lacks {item}" for item in value if item not in old]
@@ -2565,6 +2601,7 @@ def labels_of(config: Config, flags: Layer, spec: Mapping[str, Any], user: str,
         "sandbox.profile": config.profile, "sandbox.directory": spec["directory"],
         "sandbox.network": "allow" if isinstance(spec["network"], dict) else spec["network"],
         **({"sandbox.workspace": "copy"} if spec.get("workspace") == "copy" else {}),
+        **({"sandbox.keys": "hidden"} if spec["keys"] == "hidden" else {}),
         "sandbox.created": to_json({"spec": spec, "flags": kept, "variables": flags.variables},
                                    separators=(",", ":"))}
 
@@ -2599,7 +2636,9 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
         ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"), home,
          *mounts_meant(binds_of(spec))],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
-        env=[f"HOME={CONTAINER_HOME}", *([f"SANDBOX_PROXY={PROXY_URL}"] if volume else []),
+        env=[f"HOME={CONTAINER_HOME}",
+             *([f"SANDBOX_PROXY={PROXY_URL}"] if session.has_rules else []),
+             *(["SANDBOX_KEYS=hidden"] if session.hides_keys else []),
              *([f"SANDBOX_GIT={git['at']}"] if git else [])],
         limits={key.limit: spec[key.name] for key in limits()},
         network="none" if isinstance(spec["network"], dict) else spec["network"],
@@ -2721,6 +2760,9 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     if spec["ports"] and spec["network"] != "open":
         raise SandboxError(f"ports cannot be published with {shown(spec['network'])} as network",
                            "use --net open or no -p (recreate: -p '')", 125)
+    if spec["keys"] == "hidden" and spec["network"] == "host":
+        raise SandboxError("keys cannot be hidden with host as network: its loopback is the host's",
+                           "use another --net, or --keys visible", 125)
     for target in mount_targets(spec):
         if target in SYSTEM_DIRECTORIES or target.startswith(("/dev/", "/proc/", "/sys/")):
             raise SandboxError(f"a mount would cover the container's {target}",
@@ -2758,8 +2800,16 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             sandbox_changes.make_copy(engine, session, source)
         begun = turn(engine, session)
         proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
-        status, out, err = engine.create(session_argv(engine, name, spec, labels)).result()
-        if proxy and (ended := proxy.result())[0] and not status:  # without its proxy no session
+        making, given = engine.create(session_argv(engine, name, spec, labels)), False
+        try:
+            ended = proxy.result() if proxy else (0, "", "")
+            if not ended[0]:
+                give_keys(engine, session, config)
+            given = True
+        finally:  # what is being made can be removed only then
+            made, out, err = making.result()
+            status = made if given else 1
+        if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
     finally:
         if status:
@@ -3074,8 +3124,9 @@ def start_session(engine: Engine, session: Session) -> None:
         raise mount_turned(session)
     # Restart the proxy: what ran in the session before may have left it stuck. Give it its rules
     # before any command runs.
-    if session.proxy:
-        Output(engine.argv("restart", session.proxy), LONG_SECONDS).result()
+    if session.proxy and Output(engine.argv("restart", session.proxy), LONG_SECONDS).result()[0]:
+        start_proxy(engine, session)
+    if session.has_rules:
         set_rules(engine, session, network_of(session, session_config(session)))
     engine.ask(engine.argv("start", session.name), LONG_SECONDS)
     session.state = "running"
@@ -3322,7 +3373,7 @@ def remove_tree(path: str) -> None:
 
 PS_LABELS = ("sandbox.agent", "sandbox.profile", "sandbox.directory", "sandbox.network")
 ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.created",
-             "sandbox.home", "sandbox.workspace")
+             "sandbox.home", "sandbox.workspace", "sandbox.keys")
 
 
 def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
@@ -3626,10 +3677,12 @@ def git_author(spec: Mapping[str, Any]) -> dict[str, str]:
 
 NET_DIRECTORY = "/run/sandbox-net"
 PROXY_URL = "http://127.0.0.1:3128"
-# Waits until somebody listens on the port of the proxy, which is 0C38, or ten seconds.
-LISTENING = """n=0; until grep -q '0100007F:0C38 00000000:0000 0A' /proc/net/tcp || [ $n -gt 99 ]
+# Waits until somebody listens on the port of the proxy or of the broker, or ten seconds.
+LISTENING = """n=0; until grep -q '0100007F:%s 00000000:0000 0A' /proc/net/tcp || [ $n -gt 99 ]
 do sleep 0.1; n=$((n+1)); done"""
+PROXY_PORT, BROKER_PORT = "0C38", "0C39"
 PROXY_PROGRAM = ("python3", "-I", "-S", "/usr/local/lib/sandbox/proxy.py")
+BROKER_PROGRAM = (*PROXY_PROGRAM[:3], "/usr/local/lib/sandbox/broker.py")
 CREATION_SECONDS = 3  # between the proxy of a session and its container
 PROXY_MEMORY = "512m"  # 256 connections that nobody reads take 300 MB, with their sockets
 KEPT_DIRECTORY = "/var/lib/sandbox-net"  # a volume of the proxy's own, unseen by the session
@@ -3637,13 +3690,16 @@ KEPT_DIRECTORY = "/var/lib/sandbox-net"  # a volume of the proxy's own, unseen b
 
 def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> list[str]:
     """The engine call that starts the proxy of a session, on the engine's default network."""
+    rules = spec["network"] if session.has_rules else {"allow": []}
+    program = BROKER_PROGRAM if session.hides_keys else PROXY_PROGRAM
     return engine.create_argv(
-        session.proxy, spec["image"], [*PROXY_PROGRAM, "serve"],
+        session.proxy, spec["image"], [*program, "serve"],
         labels={"sandbox.session": session.labels["sandbox.session"],
                 "sandbox.proxy": session.name},
         workdir="/", service=True, limits={"pids-limit": 1024, "memory": PROXY_MEMORY},
         volumes=[f"{session.volume}:{NET_DIRECTORY}", KEPT_DIRECTORY],
-        env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={to_json(spec['network'])}"],
+        env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={to_json(rules)}",
+             f"SANDBOX_BROKER={KEPT_DIRECTORY}/broker.sock"],
         log_size="10m")
 
 
@@ -3661,9 +3717,49 @@ def set_rules(engine: Engine, session: Session, network: Any, start: bool = True
     if start:
         start_proxy(engine, session)
         engine.ask(argv)
-        if session.state == "running":  # the session's gate takes a moment to find a new proxy
-            Output(engine.exec_argv(session.name, ["sh", "-c", LISTENING])).result()
+        wait_for_gate(engine, session, PROXY_PORT)
     return start
+
+
+def wait_for_gate(engine: Engine, session: Session, port: str) -> None:
+    """The gate of a session that runs takes a moment to find a new proxy."""
+    if session.state == "running":
+        Output(engine.exec_argv(session.name, ["sh", "-c", LISTENING % port])).result()
+
+
+def give_keys(engine: Engine, session: Session, config: Config, start: bool = True) -> bool:
+    """Give the broker of a session its keys, where they are hidden. Where the broker is down it is
+    started, or this is False.
+
+    Raises SandboxError where they are not hidden and are to be, or cannot be.
+    """
+    check_keys(session.name, session.hides_keys, config)
+    if not session.hides_keys:
+        return True
+    import sandbox_keys
+
+    return sandbox_keys.give(engine, session, config, start)
+
+
+def keep_budget(session: Session, flags: Layer) -> None:
+    """Let a budget that flags give hold for good."""
+    if session.hides_keys and "budget" in flags.values:
+        with lock_settings(session.name):
+            budget = {"budget": flags.values["budget"]}
+            write_settings(session.name, read_settings(session.name) | budget)
+
+
+def check_keys(name: str, hidden: bool, config: Config) -> None:
+    """Raise SandboxError where the keys of a session are visible and must not be."""
+    if hidden:
+        return
+    if config.get("budget"):
+        raise SandboxError(f"a budget holds for hidden keys alone, and those of {name} are visible",
+                           "say --keys hidden (sandbox recreate), or --budget ''", 125)
+    if config.get("keys") == "hidden":
+        raise SandboxError(f"the keys of {name} are visible, asked for is hidden",
+                           f"sandbox recreate {name} --keys hidden, then run this again; or "
+                           "--keys visible to go on as it is", 125)
 
 
 def decision_of(line: str | bytes) -> Any:
@@ -3698,28 +3794,38 @@ def show_log(engine: Engine, session: Session, follow: bool) -> int:
 
 
 def refusals(engine: Engine, session: Session, since: float) -> list[str]:
-    """A line for each of the first five hosts refused since a time: programs hide them."""
+    """A line for each of the first five hosts refused since a time, and for each kind of refusal
+    of the broker: programs hide them.
+    """
     if not session.proxy:
         return []
     out = ""
     with suppress(EngineProblem):  # a log that cannot be read must not hide the command's status
         _, out, _ = Output(engine.logs_argv(session.proxy, since=since)).result()
     entries = filter(None, map(decision_of, out.splitlines()))
-    denied = {(e["host"], e["port"]): e for e in entries if e["verdict"] == "deny"}
-    return [f"{session.name} was refused {e['host']} port {e['port']}: {e['reason']}; "
+    denied = {(e["host"], e["port"], e.get("kind") in BROKER_KINDS and e["kind"]): e
+              for e in entries if e["verdict"] == "deny"}
+    return [f"{session.name} was refused {e['host']} port {e['port']}: {e['reason']}"
             f"{remedy_of(session, e)}" for e in list(denied.values())[:5]]
 
 
+BROKER_KINDS = ("key", "path", "budget", "turn", "upstream")
+
+
 def remedy_of(session: Session, refusal: Mapping[str, Any]) -> str:
-    """The command that allows what was refused, or where there is none that shows more."""
+    """The command that allows what was refused, or where there is none that shows more; '' where
+    the reason says it.
+    """
+    if refusal.get("kind") == "budget":
+        return ""
     missing = str(refusal.get("address") or refusal["host"])
     rule = f"[{missing}]" if ":" in missing else missing
     rule += "" if refusal["port"] in (443, 80) else f":{refusal['port']}"
     with suppress(ValueError):
         if refusal.get("kind") in ("unlisted", "denied", "address-private", "address-denied"):
             words = ["sandbox", "net", "allow", session.name, a_rule(rule)]
-            return f"to allow it: {quote_all(words)}"
-    return f"see: sandbox net log {session.name}"
+            return f"; to allow it: {quote_all(words)}"
+    return f"; see: sandbox net log {session.name}"
 
 
 def start_proxy(engine: Engine, session: Session) -> None:
@@ -3748,11 +3854,14 @@ def network_of(session: Session, config: Config) -> Any:
 
 
 def put_rules(engine: Engine, session: Session, request: RunRequest, start: bool) -> bool:
-    """Put an existing session's rules in force, those of --allow and --net none for good.
+    """Put an existing session's keys and rules in force, those of --allow and --net none for good.
 
     See set_rules().
     """
-    if not session.proxy:
+    keep_budget(session, request.flags)
+    if not give_keys(engine, session, request.config, start):
+        return False
+    if not session.has_rules:
         return True
     with lock_settings(session.name):  # and read again: somebody may have changed them
         asked = is_closed(request.flags.values.get("network"))  # what it cannot be changes nothing
@@ -3880,8 +3989,7 @@ class RunRequest:
             engine, self.session = found or find_settled(self.engines, self.name)
             self.engines = [engine]
             if known and not self.session:
-                if not self.config.is_given("network"):
-                    check_gone(known[1])
+                check_gone(known[1], self.config)
                 self.left = known[1]
         if self.session and args.source:
             raise SandboxError(f"there is a session {self.name} already",
@@ -3893,10 +4001,15 @@ class RunRequest:
             if args.source:
                 self.take_after(*find_given(self.engines, args.source, "--from", 125))
             self.name = self.name or generated_name(self.config.get("hostPath"))
+            check_keys(self.name, self.spec["keys"] == "hidden", self.config)
             if not args.allow_engine_socket:
                 check_mounts(self.spec)
             check_spec(self.spec)
         self.env = exec_env(self.config, self.spec)
+        if self.spec["keys"] == "hidden":
+            import sandbox_keys
+
+            sandbox_keys.say_visible(self.name, self.config, self.spec)
         before = self.session or self.source
         given = before.variables() if before and self.agent else []
         if lost := [name for name in (item.rstrip("=") for item in given) if name not in self.env]:
@@ -3929,12 +4042,14 @@ class RunRequest:
                 self.spec["git"] = git_of(self.spec)
         self.spec["protect"] = protected_of(self.config, {**self.spec, "workspace": mode})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
+        check_keys(session.name, session.hides_keys, self.config)
         again = partial(recreate_command, session, self.flags, self.args.profile)
         check_isolation(session, have.get("network"), self.spec["network"], again)
         for line in (lines := differences(have, self.spec)):
             say(f"{session.name} differs from what is asked for: {line}")
         if lines:
             say(f"to create it anew, with its conversations: {again()}")
+        self.spec["keys"] = have.get("keys")
 
     def take_after(self, engine: Engine, source: Session) -> None:
         """Plan a duplicate of a session. The ports that it was given are its own."""
@@ -3992,7 +4107,11 @@ class RunRequest:
             return None
         about = {"id": random_id(), "what": "agent" if agent else "command",
                  "command": title_of(command)}
-        return wanted_turn(self.config, engine, session, about, bool(agent))
+        turn = wanted_turn(self.config, engine, session, about, bool(agent))
+        if turn:
+            turn.prompts = (bool(agent) and not self.is_passing
+                            and (on_terminal() or self.args.background))
+        return turn
 
 
 def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping[str, str],
@@ -4028,10 +4147,15 @@ def check_isolation(session: Session, have: Any, want: Any, again: Callable[[], 
                            125)
 
 
-def check_gone(session: Session) -> None:
-    """Raise SandboxError where other hands removed a session without open network and its flags."""
+def check_gone(session: Session, config: Config) -> None:
+    """Raise SandboxError where other hands removed a session without open network, or with hidden
+    keys, and its flags.
+    """
     had = {"allow": "an allowlist", "none": "none"}.get(session.labels.get("sandbox.network", ""))
-    if had:
+    if session.hides_keys and not config.is_given("keys"):
+        raise SandboxError(f"the container {session.name} is gone, and its keys were hidden",
+                           "say what they are to be now: --keys hidden or --keys visible", 125)
+    if had and not config.is_given("network"):
         raise SandboxError(f"the container {session.name} is gone, and its network was {had}",
                            "say what it is to be now: --allow HOST, --net none or --net open", 125)
 
@@ -4060,6 +4184,10 @@ def exec_env(config: Config, spec: Mapping[str, Any]) -> dict[str, str]:
     env.update((name, value) for name, (value, _) in config.env().items())
     if script := config.get("autostart"):
         env["SANDBOX_AUTOSTART"] = f"cd {quote_all([spec['workdir']])}\n{script}"
+    if spec.get("keys") == "hidden":
+        import sandbox_keys
+
+        env, _ = sandbox_keys.hide(env)
     return env
 
 
@@ -5171,6 +5299,7 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
         forget_files(session.name)  # an earlier session's
         if request.source:
             write_settings(session.name, request.settings)
+        keep_budget(session, request.flags)
         request.fresh = True
         return engine, session
     engine, session = request.engines[0], request.session
@@ -5480,6 +5609,7 @@ def cmd_start(args: argparse.Namespace) -> int:
             return
         if config.get("autostart"):  # the first command starts it: see static/session/exec.sh
             spec, _ = session.created()
+            give_keys(engine, session, config)
             argv = exec_argv(engine, session, spec["workdir"], random_id(), ["true"])
             script = env_script(exec_env(config, spec))
             status, _, err = Output(argv, LONG_SECONDS,
@@ -5805,7 +5935,7 @@ def print_columns(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> 
 
 def cmd_net(args: argparse.Namespace) -> int:
     engine, session = find_given(engines_of(args), args.session, "net")
-    if not session.proxy:
+    if not session.has_rules and (args.action != "log" or not session.proxy):
         network = session.labels.get("sandbox.network")
         raise SandboxError(f"{session.name} has no allowlist: its network is {network}",
                            "create it with --allow HOST")
@@ -5940,9 +6070,10 @@ def show_command(args: argparse.Namespace) -> int:
     if request.session:
         engine, session = request.engines[0], request.session
         calls = [] if session.state == "running" else [engine.argv("start", session.name)]
-        if session.proxy:
-            rules = set_argv(engine, session, network_of(session, request.config))
-            calls = [*([engine.argv("restart", session.proxy)] if calls else []), rules, *calls]
+        restart = [engine.argv("restart", session.proxy)] if session.proxy and calls else []
+        if session.has_rules:
+            restart.append(set_argv(engine, session, network_of(session, request.config)))
+        calls = restart + calls
     else:
         engine, rootless = pick_engine(request.engines)
         labels = labels_of(request.config, request.kept, request.spec, container_user(rootless))
@@ -5967,6 +6098,8 @@ def show_command(args: argparse.Namespace) -> int:
     lines.append(f"SANDBOX_ENV={quote_all([script])} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
+    if session.hides_keys:
+        lines.insert(0, "# and the keys are given to the session's broker over stdin")
     if request.turn_of(engine, session, compose(request.base(), args.agent_args)):
         lines.insert(0, "# and a snapshot before and after (--no-checkpoint: none)")
     if args.rm_on_exit:
@@ -5989,6 +6122,14 @@ def cmd_changes(command: str, args: argparse.Namespace) -> int:
     import sandbox_changes
 
     status: int = getattr(sandbox_changes, f"cmd_{command}")(args)
+    return status
+
+
+def cmd_keys(command: str, args: argparse.Namespace) -> int:
+    """Those of sandbox_keys."""
+    import sandbox_keys
+
+    status: int = getattr(sandbox_keys, f"cmd_{command}")(args)
     return status
 
 
@@ -6167,6 +6308,8 @@ def adopt_agent(agent: str, runs: dict[str, Any], force: bool) -> bool:
     profile = {**runs.get(agent, {}), "yolo": known.shortcuts[0]}
     profile.pop("command", None)
     taken = {volume.split(":")[1] for volume in profile.get("volumes", [])}
+    if env:
+        profile.setdefault("keys", "hidden")
     profile["volumes"] = [*profile.get("volumes", []),
                           *(v for v in volumes if v.split(":")[1] not in taken)]
     if env:
@@ -6231,6 +6374,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
                     "help": "log: what was asked for; show: the rules; allow, deny: change them; "
                             "check: try a host"}),
     "session": ("", {"metavar": "NAME", "help": "container name"}),
+    "any": ("", {"nargs": "?", "metavar": "NAME", "help": "container name; default: all"}),
+    "amount": ("", {"nargs": "?", "metavar": "AMOUNT",
+                    "help": "such as 5usd, 2e6tokens or 60minutes/day; '' for none; default: "
+                            "print what it is and what is spent"}),
     "new_name": ("", {"metavar": "NEW", "help": "its new name"}),
     "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
                           "with its conversations and settings"}),
@@ -6454,7 +6601,7 @@ def cmd_completion(args: argparse.Namespace) -> int:
 NAMED_ALONE = ("rm", "stop", "start")  # take names and no more
 # How many words that are no options are before one.
 NAMED_AT = {"net": 1, **dict.fromkeys(("attach", "logs", "ps", "recreate", "rename", "log", "diff",
-                                       "undo", "redo", "merge"), 0)}
+                                       "undo", "redo", "merge", "usage", "budget"), 0)}
 
 
 def plain_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
@@ -6534,6 +6681,10 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
                  "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
     "rename": ("give a session another name", "session new_name", cmd_rename),
     "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
+    "usage": ("show what agents have used of their models, by day", "any json",
+              partial(cmd_keys, "usage")),
+    "budget": ("show or change what agents may use", "session amount",
+               partial(cmd_keys, "budget")),
     "prune": ("remove what a crash or a power cut has left", "dry_run copies", cmd_prune),
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",

@@ -231,6 +231,7 @@ class Turn:
         self.watched = self.watcher = -1
         self.begun = False
         self.lasts = False  # what runs in it goes on without us
+        self.prompts = False  # before each prompt a checkpoint is made, where keys are hidden
         self.changes: dict[str, Any] | None = None  # see summary()
 
     @property
@@ -261,6 +262,16 @@ class Turn:
                                    f"{error.hint or 'mend that'}; or run with --no-checkpoint",
                                    125) from None
             sandbox.say(f"no snapshot could be taken, so there will be no undo: {error.message}")
+
+    def before_prompt(self, provider: str) -> str:
+        """Begin a turn of its own for a prompt, which the next snapshot ends; '' or why not."""
+        about = {"id": sandbox.random_id(), "what": "prompt", "command": f"a prompt ({provider})"}
+        turn = Turn(self.engine, self.session, about, self.bounds, self.must)
+        try:
+            turn.begin()
+        except SandboxError as error:
+            return f"{error.message}; {error.hint}"
+        return ""
 
     def drop(self) -> None:
         """It will not begin after all."""
@@ -337,7 +348,8 @@ class Turn:
         return {"SANDBOX_TURN_ARGV": repr(turn_argv()), "SANDBOX_TURN": sandbox.to_json({
             "runtime": self.engine.name,
             "session": [session.name, session.labels, session.id, session.ours],
-            "about": self.about, "bounds": self.bounds, "must": self.must})}
+            "about": self.about, "bounds": self.bounds, "must": self.must,
+            "prompts": self.prompts})}
 
 
 def turn_argv(*verb: str) -> list[str]:
@@ -356,6 +368,7 @@ def carry_out() -> int:
     session.ours = ours
     turn = Turn(sandbox.ENGINES[given["runtime"]](), session, given["about"], given["bounds"],
                 given["must"])
+    turn.prompts = given.get("prompts", False)
     try:
         if sys.argv[2] == "begin":
             turn.begin()
@@ -373,10 +386,17 @@ def carry_out() -> int:
 def watch_over(turn: Turn) -> None:
     os.setsid()
     os.chdir("/")
-    if os.read(0, 1):
-        return
     command = ["sh", "-c", WAIT, "sandbox", turn.id]
-    sandbox.call(turn.engine.exec_argv(turn.session.id, command, user=turn.session.user))
+    wait = turn.engine.exec_argv(turn.session.id, command, user=turn.session.user)
+    if turn.prompts and turn.session.hides_keys:
+        import sandbox_keys
+
+        if sandbox_keys.watch_prompts(turn.engine, turn.session, turn.before_prompt, wait):
+            return
+    elif os.read(0, 1):
+        return
+    else:
+        sandbox.call(wait)
     turn.end()
 
 

@@ -27,7 +27,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
         recreate_session start_session stop_session remove_session users_of recall has_ended
         forget_files generated_name spec_of check_spec check_mounts differences git_of
         check_removed check_stopped KILLED rename_session duplicate_home settings_beside
-    network: network_of set_rules change_rules decision_of kept_decisions
+    network: network_of set_rules change_rules decision_of kept_decisions give_keys
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
         wanted_turn
     terminals: hold_argv attach_argv hold_environ frame Frames numbers_of Held list_terminals
@@ -1060,7 +1060,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         have, _ = session.created()
     except sandbox.BrokenSession:
         unknown = ("agent", "profile", "directory", "workdir", "workspace", "image", "network",
-                   "agentPromptCommand")
+                   "keys", "agentPromptCommand")
         return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
                 "runtime": engine.name, "recreate": []}
     settings = sandbox.read_settings(session.name)
@@ -1070,8 +1070,8 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         "profile": session.profile,
         "directory": session.labels.get("sandbox.directory", ""), "workdir": workdir(session),
         "image": have["image"], "ports": have["ports"],
-        "network": sandbox.network_of(session, config) if session.proxy else have["network"],
-        "workspace": have.get("workspace", "mount"),
+        "network": sandbox.network_of(session, config) if session.has_rules else have["network"],
+        "workspace": have.get("workspace", "mount"), "keys": have.get("keys", "visible"),
         "runtime": engine.name, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
                                               settings),
@@ -1097,7 +1097,8 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, **dict.fromkeys(["workspace", *SETTINGS], object))
+                  image=str, **{"keys": object},
+                  **dict.fromkeys(["workspace", *SETTINGS], object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
     settings = checked_settings({key: data.pop(key) for key in SETTINGS
@@ -1274,7 +1275,28 @@ def settings_answer(session: Session) -> Answer:
     return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
                         "effective": in_force(session, config, settings),
                         "configured": in_force(session, without, {}),
+                        "hiddenKeys": hidden_keys(session, config),
                         "recreate": recreate_lines(session, config)})
+
+
+def hidden_keys(session: Session, config: Config) -> list[str]:
+    """The variables whose values what runs in a session does not see."""
+    if not session.hides_keys:
+        return []
+    import sandbox_keys
+
+    return sandbox_keys.names(config)
+
+
+def get_usage(_app: App, _request: Request, params: Params) -> Answer:
+    """What a session has used of its models, by day, its budget, and what of that is spent."""
+    import sandbox_keys
+
+    engine, session = find(params["session"])
+    if not session.hides_keys:
+        raise WebError("conflict", f"the keys of {session.name} are visible: nothing counts",
+                       "create it again with hidden keys")
+    return json_answer(sandbox_keys.used(engine, session))
 
 
 def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -1298,8 +1320,10 @@ def put_settings(_app: App, request: Request, params: Params) -> Answer:
             sandbox.check_spec(sandbox.spec_of(config) | {"workdir": workdir(session)})
             sandbox.env_script(sandbox.exec_env(config, session.created()[0]))
         sandbox.write_settings(session.name, settings)
-        if session.proxy and session.state == "running" and "network" in data:
+        if session.has_rules and session.state == "running" and "network" in data:
             sandbox.set_rules(engine, session, sandbox.network_of(session, config))
+        if session.hides_keys and session.state == "running":
+            sandbox.give_keys(engine, session, config)
     return settings_answer(session)
 
 
@@ -1322,7 +1346,7 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
 def find_allowlist(name: str) -> tuple[Engine, Session]:
     """A session whose network is an allowlist. Raises WebError for another."""
     engine, session = find(name)
-    if not session.proxy:
+    if not session.has_rules:
         raise WebError("conflict", f"the session {name} has no allowlist",
                        "set its network in the settings, then create it again")
     return engine, session
@@ -1345,7 +1369,9 @@ def post_network(_app: App, request: Request, params: Params) -> Answer:
 
 def get_decisions(app: App, _request: Request, params: Params) -> Stream:
     """Server-sent events: what the proxy has decided of late, and what it decides."""
-    engine, session = find_allowlist(params["session"])
+    engine, session = find(params["session"])
+    if not session.proxy:
+        find_allowlist(session.name)  # raises
     argv = engine.logs_argv(session.proxy, follow=True, tail=SHOWN_DECISIONS)
     kept = sorted(sandbox.kept_decisions(engine, session), key=lambda entry: str(entry["time"]))
     return Stream(EVENTS, lambda sock: follow_log(sock, kept[-SHOWN_DECISIONS:], argv, app))
@@ -1448,6 +1474,7 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     env = {**sandbox.exec_env(config, session.created()[0]), **(extra_env or {})}
     with as_request_error():
         script = sandbox.env_script(env)
+    sandbox.give_keys(engine, session, config)
     if len(command.encode()) > sandbox.ENVIRONMENT_BYTES:
         raise WebError("too_large", f"the command is longer than {sandbox.ENVIRONMENT_BYTES} bytes")
     prune_jobs(session.name)
@@ -2122,9 +2149,10 @@ class News:
                 while line := lines.readline(CHUNK_BYTES):
                     entry = sandbox.decision_of(line) or {}
                     host = f"{entry.get('host')} port {entry.get('port')}"[:HOST_CHARS]
-                    if (entry.get("verdict") == "deny" and host not in told
+                    kind = f"{host} {entry.get('kind')}"[:2 * HOST_CHARS]  # a budget is another
+                    if (entry.get("verdict") == "deny" and kind not in told
                             and len(told) < REFUSED_HOSTS):
-                        told.add(host)
+                        told.add(kind)
                         self.tell(session, "refused", f"{host}: {entry.get('reason')}")
             with self.lock:
                 if self.readers.get(session.name) == pid:
@@ -2417,6 +2445,7 @@ class Terminal:
         config = sandbox.session_config(self.session)
         if self.run == "agent" and (
                 turn := sandbox.wanted_turn(config, self.engine, self.session, about, True)):
+            turn.prompts = True
             with turn:
                 turn.lasts = True
 
@@ -2427,7 +2456,9 @@ class Terminal:
 
     def script(self) -> str:
         env = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
-        env |= sandbox.exec_env(sandbox.session_config(self.session), self.session.created()[0])
+        config = sandbox.session_config(self.session)
+        env |= sandbox.exec_env(config, self.session.created()[0])
+        sandbox.give_keys(self.engine, self.session, config)
         return sandbox.env_script(env)
 
     def start_unheld(self) -> None:
@@ -3209,6 +3240,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", SESSION + "/network", get_network),
     ("POST", SESSION + "/network", post_network),
     ("GET", SESSION + "/network/events", get_decisions),
+    ("GET", SESSION + "/usage", get_usage),
     ("POST", SESSION + "/command", post_command),
     ("POST", SESSION + "/prompt", post_prompt),
     ("GET", SESSION + "/jobs", get_jobs),

@@ -9,7 +9,7 @@ again; the files that pages load are kept in static/ui/vendor/, with the digest 
 that says whether they are up to date. They are never committed. Building a wheel fetches them too:
 pyproject.toml names this file as hatchling's build hook.
 
-In it: sandbox.py, sandbox_changes.py, sandbox_web.py, static/ as sandbox_static/, the pure Python
+In it: sandbox.py and its modules, static/ as sandbox_static/, the pure Python
 part of the `websockets` that is installed for the running interpreter, and a __main__.py. Beside
 each module lies its bytecode (unchecked-hash): the Python version that built the file starts a
 third faster, any other compiles the source. What every start reads is not compressed: to unpack it
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("sandbox.py", "sandbox_changes.py", "sandbox_web.py")
+MODULES = ("sandbox.py", "sandbox_changes.py", "sandbox_keys.py", "sandbox_web.py")
 NOT_ASSETS = {"build.py", "node_modules", "__pycache__", "package.json", "package-lock.json",
               ".npmrc"}
 VENDOR = ROOT / "static" / "ui" / "vendor"

@@ -14,6 +14,7 @@ while with a 404.
 Each request is one line on stderr.
 """
 
+import itertools
 import json
 import sys
 import threading
@@ -44,6 +45,7 @@ SHELL_TOOLS: dict[str, Callable[[str], dict[str, Json]]] = {
 
 seen: set[str] = set()
 seen_more = threading.Condition()
+numbers = itertools.count(1)  # an agent takes two answers with one id for one
 
 
 @dataclass
@@ -103,10 +105,10 @@ def messages_body(request: Json) -> Json:
     answer = messages_reply(request)
     block = {"type": "text", "text": answer.text}
     if answer.tool:
-        block = {"type": "tool_use", "id": "toolu_1", "name": answer.tool}
+        block = {"type": "tool_use", "id": f"toolu_{next(numbers)}", "name": answer.tool}
         block["input"] = answer.arguments or {}  # type: ignore[assignment]
     return {
-        "id": "msg_1",
+        "id": f"msg_{next(numbers)}",
         "type": "message",
         "role": "assistant",
         "model": request["model"],
@@ -157,13 +159,14 @@ def responses_body(request: Json) -> Json:
     answer = responses_reply(request)
     item: Json = {
         "type": "message",
-        "id": "msg_1",
+        "id": f"msg_{next(numbers)}",
         "role": "assistant",
         "status": "completed",
         "content": [{"type": "output_text", "text": answer.text, "annotations": []}],
     }
     if answer.tool:
-        item = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": answer.tool}
+        item = {"type": "function_call", "id": f"fc_{next(numbers)}", "name": answer.tool}
+        item["call_id"] = f"call_{next(numbers)}"
         item |= {"arguments": json.dumps(answer.arguments), "status": "completed"}
     if answer.tool == "exec":
         item |= {"type": "custom_tool_call", **(answer.arguments or {})}
@@ -214,7 +217,7 @@ def chat_body(request: Json) -> Json:
     message: Json = {"role": "assistant", "content": answer.text}
     if answer.tool:
         function = {"name": answer.tool, "arguments": json.dumps(answer.arguments)}
-        call = {"index": 0, "id": "call_1", "type": "function", "function": function}
+        call = {"index": 0, "id": f"call_{next(numbers)}", "type": "function", "function": function}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
     finish = "tool_calls" if answer.tool else "stop"
     return {

@@ -157,8 +157,8 @@ def test_the_web_service_shows_its_jobs_and_settings(old: Old, service: Service)
         "running", {"allow": ["api.test"]}, [])
     settings = service.get(f"{path}/settings").json
     assert settings["settings"] == {
-        "env": {"GREETING": "from the page"}, "network": None, "autostart": "echo began >>began",
-        "agentPromptCommand": "echo asked {prompt}"}
+        "env": {"GREETING": "from the page"}, "network": None, "budget": None,
+        "autostart": "echo began >>began", "agentPromptCommand": "echo asked {prompt}"}
     assert settings["recreate"] == []
     prompt, command = service.get(f"{path}/jobs").json
     assert (prompt["kind"], prompt["prompt"], prompt["exit"]) == ("prompt", "it's me", 0)

@@ -332,6 +332,18 @@ def test_a_base_url_with_a_path_and_two_providers(broker: Broker, good: ssl.SSLC
         assert status(broker.post("/openai/responses", key="a")) == 401  # of another provider
 
 
+def test_a_session_that_was_renamed_is_named_so(given: Broker) -> None:
+    assert given.ask(do="set", session="other") == {"ok": True}
+    assert "sandbox run -n other" in text(given.post("/nobody/"))
+
+
+def test_what_is_given_later_takes_no_provider_away(given: Broker, vendor: Upstream) -> None:
+    """One agent may be running while another is started with a key of its own."""
+    given.give(f"https://127.0.0.1:{vendor.port}", "openai")
+    assert status(given.post("/anthropic/v1/messages")) == 200
+    assert given.usage()["providers"] == ["anthropic", "openai"]
+
+
 def test_a_restarted_broker_has_no_key_and_says_what_to_do(given: Broker, vendor: Upstream) -> None:
     given.restart()
     answer = given.post("/anthropic/v1/messages")
@@ -1010,14 +1022,28 @@ def test_a_turn_without_its_checkpoint_is_refused_with_the_reason(given: Broker,
 
 def test_a_turn_that_nobody_answers_ends_by_its_deadline(given: Broker, vendor: Upstream) -> None:
     given.ask(do="set", turns=0.2)
-    answer = given.post("/anthropic/v1/messages", PROMPT)
+    with Asker(given) as host:
+        host.say(do="watch")
+        answer = given.post("/anthropic/v1/messages", PROMPT)
     assert status(answer) == 402 and "nobody made the checkpoint" in text(answer)
     assert vendor.requests == []
+    wait_for(lambda: status(given.post("/anthropic/v1/messages", PROMPT)) == 200)  # it has gone
+
+
+def test_of_two_who_watch_one_makes_the_checkpoint(given: Broker, vendor: Upstream) -> None:
+    given.ask(do="set", turns=SECONDS)
+    with Asker(given) as host, Asker(given) as other, given.connect() as sock:
+        assert host.say(do="watch") == other.say(do="watch") == {"ok": True}
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
+        host.write(do="turn", id=host.read_until("turn")["turn"], error="")
+        assert status(read_all(sock)) == 200
+        assert "use" in other.read()
 
 
 def test_who_watches_later_hears_of_a_turn_that_waits(given: Broker, vendor: Upstream) -> None:
     given.ask(do="set", turns=SECONDS)
-    with given.connect() as sock:
+    with Asker(given) as silent, given.connect() as sock:
+        silent.say(do="watch")
         sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
         wait_for(lambda: waiting(given))
         with Asker(given) as host:
@@ -1199,7 +1225,8 @@ def lab(engine: Engine, image: str, ca: Ca) -> Iterator[Lab]:
 
 # What is another one with each start of an agent, and the key.
 CHANGING = re.compile(
-    r"\b(?:ses|msg|ctco|run_shell_command)_[\w-]+|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}|"
+    r"\b(?:ses|msg|toolu|fc|call|ctco|run_shell_command)_[\w-]+|"
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}|"
     r"\b[0-9a-f]{32,64}\b|\b1[78]\d{8}(?:\d{3}\b|\.\d+)|\d{4}-\d\d-\d\dT[\d:.]+Z?|"
     r"PGID: \d+|Wall time [\d.]+|"
     r"\b\d\d:\d\d:\d\d\b|cch=\w+|Bash=\d+|traceparent.{60}|"

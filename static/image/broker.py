@@ -10,7 +10,8 @@ else stands there is dropped. Each connection serves one request; the next one t
 beforehand. The keys are in memory only: a broker that has restarted has none.
 
 `ask` takes a JSON object per line and gives one for each, {"ok": true, ...} or {"error": text}:
-  {"do": "set", ...}   put in force what is given, all or nothing; what is not given stays:
+  {"do": "set", ...}   put in force what is given, all or nothing; what is not given stays, other
+                       providers, too, whose agents may be running:
      "providers"  {NAME: {"url", "keys": {placeholder: key}, "status" of refusals, "counted",
                   "free"}}, the last two lists of "METHOD /path" as regular expressions. Counted are
                   those that use tokens: they need a key, begin turns, and a budget refuses them
@@ -18,12 +19,14 @@ beforehand. The keys are in memory only: a broker that has restarted has none.
      "budget"     {"usd", "tokens", "minutes", "per": "session" or "day"}, all optional. Tokens are
                   those not read from a cache, minutes those in which a model worked, days of UTC.
                   Checked before each request; the minutes end a stream, too
-     "turns"      seconds that a request which begins a turn waits for its checkpoint; 0: no wait
+     "turns"      seconds that a request which begins a turn waits for its checkpoint, while
+                  somebody watches; 0: no wait
      "ca"         certificates to trust, in PEM; the image's own where it is empty
+     "session"    its name by now
   {"do": "usage"}      {"providers": [NAME], "budget", "spent": {"usd", "tokens", "minutes"},
                        "days": see usage.py}
-  {"do": "watch"}      from now on also {"turn": id, "provider"} when a turn begins, and each line
-                       of stdout
+  {"do": "watch"}      from now on also each line of stdout; and who has watched longest gets
+                       {"turn": id, "provider"} when a turn begins
   {"do": "turn", "id", "error": text or ""}   let it go on, or refuse it for this reason
 
 stdout has a line per request like the proxy's decisions: verdict allow with "use" {"model",
@@ -197,6 +200,7 @@ class Settings:
                        for name in ("usd", "tokens", "minutes") if name in self.budget}
         self.per = {"session": "session", "day": "day"}[self.budget.get("per", "session")]
         self.turn_seconds = float(data.get("turns", 0))
+        proxy.SESSION = str(data.get("session", proxy.SESSION))
 
 
 class Broker:
@@ -211,7 +215,8 @@ class Broker:
         do = data.pop("do")
         with self.lock:
             if do == "set":
-                self.settings = Settings(self.settings.data | data)
+                rows = self.settings.data.get("providers", {}) | data.get("providers", {})
+                self.settings = Settings(self.settings.data | data | {"providers": rows})
             elif do == "usage":
                 return {"ok": True, "providers": [*self.settings.providers],
                         "budget": self.settings.budget, "days": self.ledger.days,
@@ -266,9 +271,11 @@ class Broker:
         """Announce a turn, and wait until its checkpoint is there. Raises Answer."""
         turn, decided = {"turn": os.urandom(8).hex(), "provider": provider.name}, threading.Event()
         with self.lock:
+            if not self.watchers:
+                return
             seconds = self.settings.turn_seconds
             self.waiting[turn["turn"]] = turn, decided
-            self.tell(turn)
+            self.send(self.watchers[0], turn)
         decided.wait(seconds)
         with self.lock:
             del self.waiting[turn["turn"]]
@@ -310,7 +317,7 @@ def handle(client: socket.socket) -> None:
     match = TARGET.fullmatch(request.target)
     provider = BROKER.settings.providers.get(match[1]) if match else None
     if not match or not provider:
-        raise Refusal(404 if BROKER.settings.providers else 401, NO_KEYS)
+        raise Refusal(404 if BROKER.settings.providers else 401, NO_KEYS + proxy.SESSION)
     place = f"{request.method} {match[2]}"
     counted = any(pattern.fullmatch(place) for pattern in provider.counted)
     if not counted and not any(pattern.fullmatch(place) for pattern in provider.free):
@@ -325,8 +332,8 @@ def handle(client: socket.socket) -> None:
     Exchange(client, provider, request, counted).run(outgoing, rest)
 
 
-NO_KEYS = (f"sandbox: no such provider, or its key was lost when the session's companion restarted."
-           f" To give it again: sandbox run -n {proxy.SESSION}")
+NO_KEYS = ("sandbox: no such provider, or its key was lost when the session's companion restarted."
+           " To give it again: sandbox run -n ")
 
 
 class Exchange:

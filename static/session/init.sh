@@ -55,13 +55,20 @@ if [ -n "$SANDBOX_GIT" ] && [ ! -L "$SANDBOX_GIT/packed-refs" ]; then
   ! command -v git >/dev/null || git config --system gc.auto 0
   ln -s packed-refs.1 "$SANDBOX_GIT/packed-refs"
 fi
+gate() {
+  programs=/usr/local/lib/sandbox
+  [ -f "$programs/$1.py" ] || {
+    echo "sandbox: this image has no $programs/$1.py: build it again (sandbox build)" >&2
+    exit 1
+  }
+  SANDBOX_NET_SOCKET=$1.sock SANDBOX_NET_PORT=$2 python3 -I -S $programs/proxy.py gate || exit 1
+}
+# With hidden keys the agents' way to their models is the broker.
+[ -z "$SANDBOX_KEYS" ] || gate broker 3129
 # With an allowlist the way out is a proxy: sudo, cron and login shells do not pass the variables
 # that name it.
 if [ -n "$SANDBOX_PROXY" ]; then
-  program=/usr/local/lib/sandbox/proxy.py
-  [ -f $program ] ||
-    { echo "sandbox: this image has no $program: build it again (sandbox build)" >&2; exit 1; }
-  python3 -I -S $program gate || exit 1
+  gate proxy 3128
   [ ! -d /etc/apt/apt.conf.d ] ||
     echo "Acquire { http::Proxy \"$SANDBOX_PROXY\"; https::Proxy \"$SANDBOX_PROXY\"; };" \
       >/etc/apt/apt.conf.d/99sandbox
