@@ -1668,8 +1668,16 @@ class Engine:
         asked, self.asked = self.asked, None
         return asked or Output(self.argv("facts"))
 
+    def read_facts(self, out: str) -> tuple[str, str]:
+        """The version, and what is_rootless() takes."""
+        version, _, fact = out.strip("\n").partition(" ")
+        return version, fact
+
     def is_rootless(self, fact: str) -> bool:
         raise NotImplementedError
+
+    def check_session(self, config: Config, spec: Mapping[str, Any]) -> None:
+        """Raise SandboxError for what is asked of a session and cannot be had on this engine."""
 
     def check_helpers(self) -> None:
         """Raise EngineProblem where it lacks on this machine what its containers need."""
@@ -2250,7 +2258,7 @@ def pick_engine(engines: Sequence[Engine]) -> tuple[Engine, bool]:
     engine, status, out, err = first_answer(engines, Engine.facts)
     if status:
         raise engine.failure(err)
-    engine.version, _, fact = out.strip("\n").partition(" ")
+    engine.version, fact = engine.read_facts(out)
     if version_numbers(engine.version) < engine.minimum:
         oldest = ".".join(map(str, engine.minimum))
         message = f"{engine.name} {engine.version} is too old: {oldest} is the oldest that works"
@@ -2918,6 +2926,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     """
     engine, rootless = pick_engine(engines)
     name = engine.full(name)
+    engine.check_session(config, spec)
     check_agent(engine, config)
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
@@ -2926,7 +2935,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     status, begun, new = 1, None, bool(source or not home)
     try:
         note_making(session)
-        if session.copy and new:
+        if session.copy and new and engine.shares_files:
             import sandbox_changes
 
             present_image(engine, config)  # raises
@@ -3273,7 +3282,8 @@ def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> 
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
     command = ["sh", "-c", script, "sandbox", *meant]
-    status, _, err = Output(engine.exec_argv(session.name, command, user="0:0")).result()
+    argv = engine.exec_argv(session.id or session.name, command, user="0:0")
+    status, _, err = Output(argv).result()
     if status == TURNED_STATUS:
         stop_session(engine, session)
         raise mount_turned(session)

@@ -13,6 +13,10 @@ from sandbox import Config, Engine, SandboxError
 
 def driver_of(runtime: Any, place: str) -> type[Engine]:
     """The driver of a runtime. Raises SandboxError."""
+    if runtime == "kubectl":
+        import sandbox_kube
+
+        return sandbox_kube.Kubectl
     try:
         return sandbox.ENGINES[sandbox.an_engine(runtime)]
     except ValueError as error:

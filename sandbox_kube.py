@@ -1,0 +1,646 @@
+"""The driver for Kubernetes: a session is a pod, and `kubectl` does all that is done with it.
+
+Imported only for a host whose runtime is kubectl. What outlives a pod is what a session is made of:
+
+- a ConfigMap with the pod as it is to be created. It has the session's name, of which there is one;
+- a claim for each of its volumes: its home, its copy of the directory and its snapshots.
+
+`stop` deletes the pod and `start` creates it again. All carry the label sandbox.session; what docker
+has in labels is in annotations, which may hold anything. The id of a session is pod/NAME, where
+NAME is given once and never again.
+
+A call that takes several of kubectl's is one of this module, see carry_out(): so it is still one
+argv to be printed or started. Commands in a pod are run by static/session/kube.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import sandbox
+from sandbox import CALL_SECONDS, LONG_SECONDS, Config, Engine, Output, SandboxError, to_json
+
+GRACE_SECONDS = 5
+WATCH_SECONDS = 2  # after which we look why a pod is not ready
+PLACED_SECONDS = 60  # for the scheduler to find a node
+STORAGE = "10Gi"
+HELPER_SECONDS = sandbox.HOME_SECONDS  # a pod of one step ends by then, whoever was killed
+SIZE = re.compile(r"(\d+)([bkmg]?)")
+
+# What the kubelet says of a container that will not start as it is.
+NO_IMAGE = ("ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff", "InvalidImageName")
+NO_START = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError",
+            "CrashLoopBackOff")
+
+ROLE = """\
+# What sandbox needs in a namespace. Give it with: kubectl apply -f FILE, and to a person with
+#   kubectl create rolebinding sandbox --role sandbox --user NAME{namespace}
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata:
+  name: sandbox{metadata}
+rules:
+- apiGroups: [""]
+  resources: [pods, configmaps]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get, list, create, delete]
+- apiGroups: [""]
+  resources: [pods/exec, pods/portforward]
+  verbs: [get, create]
+- apiGroups: [""]
+  resources: [pods/log]
+  verbs: [get]
+"""
+
+
+@sandbox.once
+def exec_source() -> str:
+    """The program of an exec, without its docstring: it goes into each call."""
+    return sandbox.asset("session/kube.py").decode().split('"""', 2)[2]
+
+
+class Kubectl(Engine):
+    """A namespace of a cluster, through kubectl."""
+
+    name = "kubectl"
+    minimum = (1, 20)
+    options = ("context", "namespace")
+    symptoms = {
+        "daemon": ("the connection to the server", "unable to connect to the server",
+                   "couldn't get current server api", "context was not found",
+                   "connection refused", "i/o timeout", "no such host"),
+    }
+    helpers: Mapping[str, str] = {"kubectl": "kubernetes-client"}
+    missing = ()
+    hints = {
+        "context": "kubectl config get-contexts lists those that there are",
+        "no node has the image": "push it where the cluster pulls from and say it with --in and "
+                                 "--iv, or load it on every node",
+        "podsecurity": "sessions need root in a container and what the standard baseline allows; "
+                       "an administrator labels the namespace so",
+        "unable to admit pod": "sessions need root in a container and what the standard baseline "
+                               "allows; an administrator says so in a policy",
+        "exceeded quota": "remove a session, or ask for a larger quota",
+        "is forbidden: user": "an administrator grants what sandbox doctor --role prints",
+        "insufficient": "give it less (--memory, --cpus), or remove a session",
+        "persistentvolumeclaim": "the cluster needs a default storage class: kubectl get sc",
+        "namespaces": "kubectl get namespaces lists those that there are",
+        "no space left": "the claim is full: remove what is not needed in the session",
+    }
+
+    def argv(self, call: str, *names: str) -> list[str]:
+        if call in ("ping", "facts"):
+            return [*self.client, "get", "--raw", "/version"]
+        if call == "volumes":
+            return [*self.client, "get", "pvc", "-l", "sandbox.volume", "-o",
+                    'jsonpath={range .items[*]}{.metadata.name}{"\\n"}{end}']
+        if call in ("commit", "pull", "import", "remove-image", "storage"):
+            raise SandboxError(f"a cluster has no way to {call} an image",
+                               "use a registry that it pulls from", 125)
+        return self.program("stop-start" if call == "restart" else call, *names)
+
+    def program(self, verb: str, *words: str) -> list[str]:
+        """The call of one of the verbs of carry_out()."""
+        here = os.path.dirname(os.path.abspath(__file__))
+        source = ("import sys; sys.path[:0] = sys.argv[1:2]; import sandbox, sandbox_kube; "
+                  "sandbox.leave(sandbox_kube.carry_out(*sys.argv[2:]))")
+        client = to_json([self.host, self.client])
+        return [sys.executable, "-I", "-S", "-c", source, here, client, verb, *words]
+
+    # -- facts --
+
+    def read_facts(self, out: str) -> tuple[str, str]:
+        return str(sandbox.parse_json(out)["gitVersion"]).removeprefix("v"), ""
+
+    def is_rootless(self, fact: str) -> bool:
+        return False
+
+    def check_session(self, config: Config, spec: Mapping[str, Any]) -> None:
+        network = spec["network"]
+        for wrong, what, why, hint in (
+                (network == "host", "host as network", "it would be that of a node",
+                 "use --net open"),
+                (network != "open", f"{sandbox.shown(network)} as network",
+                 "the containers of a pod share one network, and not every cluster can cut it off",
+                 "use --net open, or a host with docker or podman"),
+                (spec["keys"] == "hidden", "hidden keys", "they need the proxy of an allowlist",
+                 "use --keys visible, or a host with docker or podman"),
+                (spec["volumes"], f"the mount {','.join(spec['volumes'])}",
+                 "paths of this machine are not there", "copy what is needed: sandbox cp"),
+                (spec.get("workspace") != "copy", "a mount of the directory",
+                 "paths of this machine are not there", "use --copy"),
+                (config.is_given("pidsLimit"), "a limit of processes",
+                 "only the kubelet has one, for all pods", "leave pidsLimit out"),
+                (spec["ports"], "published ports", "a pod has an address of its own",
+                 f"leave -p out; {sandbox.quote_all([*self.client, 'port-forward'])} POD "
+                 "HOST:CONTAINER forwards one")):
+            if wrong:
+                raise SandboxError(f"a cluster cannot give a session {what}: {why}", hint, 125)
+
+    # -- containers --
+
+    def inspect_argv(self, name: str) -> list[str]:
+        script = ('out=$("$@") || exit; case $out in *\'"items": []\'*) '
+                  'echo "no such container" >&2; exit 1 ;; esac; printf "%s\\n" "$out"')
+        return ["sh", "-c", script, "sandbox", *self.list_argv(selector_of(self, name), ())]
+
+    def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
+        row = self.read_list(out)[0]
+        return row["id"], row["name"], row["state"], row["code"], 0, row["labels"]
+
+    def is_absent(self, err: str) -> bool:
+        return super().is_absent(err) or "(notfound)" in err.lower()
+
+    def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
+        return [*self.client, "get", "configmaps,pods", "-l", label, "-o", "json"]
+
+    def read_list(self, out: str) -> list[dict[str, Any]]:
+        items = sandbox.parse_json(out)["items"]
+        pods = {f"pod/{item['metadata']['name']}": item for item in items if item["kind"] == "Pod"}
+        kept = [item for item in items if item["kind"] == "ConfigMap"]
+        ids = {item["metadata"]["annotations"]["sandbox.id"] for item in kept}
+        return [row_of(item, pods.get(item["metadata"]["annotations"]["sandbox.id"]))
+                for item in kept] + [row_of(pod, pod) for id, pod in pods.items() if id not in ids]
+
+    def image_of_argv(self, name: str) -> list[str]:
+        return [*self.client, "get", "configmaps", "-l", selector_of(self, name), "-o",
+                r"jsonpath={.items[0].metadata.annotations.sandbox\.image}"]
+
+    def create_argv(self, name: str, image: str, command: Sequence[str], *,
+                    labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
+                    limits: Mapping[str, Any], capabilities: Sequence[str] = (),
+                    network: str = "open", ports: Sequence[str] = (),
+                    binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
+                    service: bool = False) -> list[str]:
+        session, name = labels["sandbox.session"], self.bare(name)
+        pod = pod_of(f"{valid(name, 40)}-{session}", image, command, mounts_of(binds, volumes),
+                     capabilities, limits)
+        container = pod["spec"]["containers"][0]
+        container |= {"workingDir": workdir, "env": [
+            {"name": key, "value": value} for key, _, value in (item.partition("=") for item in env)]}
+        pod["spec"] |= {"hostname": valid(name, 63), "initContainers": [
+            first_container(container, mount) for mount in container["volumeMounts"]
+            if mount["mountPath"] == sandbox.CONTAINER_HOME]}
+        marks = {"sandbox.session": session, "sandbox.name": label_of(name)}
+        pod["metadata"]["labels"] = marks
+        record = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {
+            "name": record_name(name), "labels": marks,
+            "annotations": {**labels, "sandbox.name": name, "sandbox.image": image,
+                            "sandbox.id": f"pod/{pod['metadata']['name']}"}},
+            "data": {"pod": to_json(pod)}}
+        return self.program("create", to_json(record))
+
+    def closed_argv(self, name: str, image: str, command: Sequence[str], *,
+                    labels: Mapping[str, str], limits: Mapping[str, Any],
+                    capabilities: Sequence[str], binds: Sequence[tuple[str, str, str]],
+                    volumes: Sequence[str] = (), user: str = "0:0") -> list[str]:
+        pod = pod_of(name, image, ["sleep", str(HELPER_SECONDS)], mounts_of(binds, volumes),
+                     [*capabilities, "SETUID", "SETGID"], {})
+        pod["metadata"]["labels"] = {key: label_of(value) for key, value in labels.items()}
+        pod["spec"]["activeDeadlineSeconds"] = HELPER_SECONDS
+        return self.program("run", to_json(pod), user, *command)
+
+    def try_argv(self, image: str, command: Sequence[str], network: str = "open",
+                 volumes: Sequence[str] = ()) -> list[str]:
+        return self.closed_argv(sandbox.step_name(), image, command, labels={}, limits={},
+                                capabilities=(), binds=(), volumes=volumes)
+
+    def exec_argv(self, name: str, command: Sequence[str], *, user: str = "", workdir: str = "",
+                  env: Sequence[str] = (), stdin: bool = False,
+                  terminal: bool = False) -> list[str]:
+        if terminal:
+            raise SandboxError("a terminal on a cluster is held by a python3 in the session",
+                               "use an image that has one", 125)
+        return [sys.executable, "-I", "-S", "-c", exec_source(), "01"[stdin], user, workdir,
+                "\n".join(env), "\n".join(self.client), name, *command]
+
+    def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
+                  since: float = 0) -> list[str]:
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
+        return [*self.client, "logs", *(["-f"] if follow else []),
+                *([f"--tail={tail}"] if tail else []), *([f"--since-time={when}"] if since else []),
+                name, "-c", "session"]
+
+    def copy_argv(self, name: str, path: str) -> list[str]:
+        return self.program("read", name, path)
+
+    # -- images --
+
+    def image_argv(self, name: str) -> list[str]:
+        return ["printf", "%s [] {}\\n", name]  # the nodes have images, and nobody may ask them
+
+    def build_problem(self) -> sandbox.EngineProblem | None:
+        message = "a cluster builds no images"
+        note = "build here, push it where the cluster pulls from, and say it with --in and --iv"
+        return sandbox.EngineProblem("image", message, sandbox.Remedy([], note=note))
+
+    def address(self) -> str:
+        return "the context of kubectl"
+
+    def packages(self) -> list[str]:
+        return ["kubernetes-client" if sandbox.program("apt-get") else "kubectl"]
+
+    def role(self) -> str:
+        """The Role that an administrator is to grant, as YAML."""
+        words = dict(zip(self.client, self.client[1:], strict=False))
+        namespace = words.get("--namespace", "")
+        return ROLE.format(namespace=f" --namespace {namespace}" if namespace else "",
+                           metadata=f"\n  namespace: {namespace}" if namespace else "")
+
+
+# --- Objects ---
+
+
+def valid(name: str, most: int) -> str:
+    """A name as Kubernetes has them: lower case, digits and dashes."""
+    return re.sub("[^a-z0-9]+", "-", name.lower())[:most].strip("-") or "session"
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def record_name(name: str) -> str:
+    """The name of a session's ConfigMap: each has one of its own."""
+    return f"sandbox-{name}" if valid(name, 60) == name else f"sandbox-{valid(name, 40)}.{digest(name)}"
+
+
+def label_of(value: str) -> str:
+    """A value of a label that finds this one and no other."""
+    fits = re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", value)
+    return value if fits else f"{valid(value, 40)}.{digest(value)}"
+
+
+def selector_of(engine: Engine, name: str) -> str:
+    """What finds a session by its name, or by its id."""
+    return (f"sandbox.session={name[-10:]}" if name.startswith("pod/")
+            else f"sandbox.name={label_of(engine.bare(name))}")
+
+
+def row_of(item: Mapping[str, Any], pod: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A row of read_list(), with the id and the exit status, for a session or a pod of one step."""
+    labels = {**item["metadata"].get("labels", {}), **item["metadata"].get("annotations", {})}
+    state, code = state_of(pod)
+    name = item["metadata"]["name"]
+    return {"name": labels.pop("sandbox.name", name), "id": labels.pop("sandbox.id", f"pod/{name}"),
+            "state": state, "code": code, "image": labels.pop("sandbox.image", ""),
+            "created": item["metadata"]["creationTimestamp"].replace("Z", "+00:00"),
+            "labels": labels}
+
+
+def state_of(pod: Mapping[str, Any] | None) -> tuple[str, int]:
+    """The state of a session in docker's words, and the status that it ended with."""
+    if not pod:
+        return "exited", 0
+    status = pod.get("status", {})
+    if status.get("phase") in ("Succeeded", "Failed"):
+        ends = [container.get("state", {}).get("terminated", {}).get("exitCode", 0)
+                for container in status.get("containerStatuses", ())]
+        return "exited", max(ends, default=1)
+    if pod["metadata"].get("deletionTimestamp"):
+        return "removing", 0
+    if status.get("phase") != "Running":
+        return "created", 0
+    ready = next((one for one in status.get("conditions", ()) if one["type"] == "Ready"), {})
+    lost = status.get("reason") == "NodeLost" or (
+        ready.get("status") != "True" and any("running" in container.get("state", {})
+                                              for container in status["containerStatuses"]))
+    return "lost" if lost else "running", 0
+
+
+def mounts_of(binds: Iterable[tuple[str, str, str]],
+              volumes: Iterable[str]) -> list[tuple[str, str, bool]]:
+    """Claim, place and whether it is only read, of what is mounted. Raises SandboxError."""
+    named = [(*volume.split(":"), "") for volume in volumes]
+    mounts = [(item[0], item[1], "ro" in item[2].split(",")) for item in (*binds, *named)]
+    for source, _, _ in mounts:
+        if source.startswith("/"):
+            raise SandboxError(f"{source} is a path of this machine, which a cluster does not see",
+                               "use a copy of the directory", 125)
+    return mounts
+
+
+def quantity(limit: str) -> str:
+    """A size as Kubernetes writes it, of one as docker does."""
+    number, unit = SIZE.fullmatch(limit.lower()).groups()  # type: ignore[union-attr]
+    return number + {"k": "Ki", "m": "Mi", "g": "Gi"}.get(unit, "")
+
+
+def pod_of(name: str, image: str, command: Sequence[str], mounts: Sequence[tuple[str, str, bool]],
+           capabilities: Sequence[str], limits: Mapping[str, Any]) -> dict[str, Any]:
+    """A pod with one container of root's, contained as an engine on one machine would."""
+    given = {"cpu": limits.get("cpus"), "memory": limits.get("memory")}
+    claims = list(dict.fromkeys(claim for claim, _, _ in mounts))
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {
+        "restartPolicy": "Never", "automountServiceAccountToken": False,
+        "enableServiceLinks": False, "terminationGracePeriodSeconds": GRACE_SECONDS,
+        # What ends is waited for by the pod's own first process, as by docker's --init.
+        "shareProcessNamespace": True,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [{
+            "name": "session", "image": image, "imagePullPolicy": "IfNotPresent",
+            "command": [*command],
+            "resources": {"limits": {
+                key: quantity(value) if key == "memory" else str(value)
+                for key, value in given.items() if value}},
+            "securityContext": {"runAsUser": 0, "runAsGroup": 0, "capabilities": {
+                "drop": ["ALL"], "add": [*dict.fromkeys(capabilities)]}},
+            "volumeMounts": [{"name": label_of(claim), "mountPath": place, "readOnly": reads}
+                             for claim, place, reads in mounts]}],
+        "volumes": [{"name": label_of(claim), "persistentVolumeClaim": {"claimName": claim}}
+                    for claim in claims]}}
+
+
+def first_container(container: Mapping[str, Any], mount: Mapping[str, Any]) -> dict[str, Any]:
+    """What fills a new home with what the image has there: a claim is empty where a volume of
+    docker's would not be.
+    """
+    script = sandbox.asset("session/home.sh").decode()
+    return {**container, "name": "home", "workingDir": "/", "command": [
+        "sh", "-c", 'test "$(ls -A /run/sandbox-home | grep -vx lost+found)" || exec sh -c "$@"',
+        "sandbox", script, "sandbox", "fill", sandbox.CONTAINER_HOME],
+        "volumeMounts": [{**mount, "mountPath": "/run/sandbox-home"}]}
+
+
+def claim_of(name: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name, "labels": {"sandbox.volume": "yes"}},
+            "spec": {"accessModes": ["ReadWriteOnce"],
+                     "resources": {"requests": {"storage": STORAGE}}}}
+
+
+# --- Several calls of kubectl as one ---
+
+
+def carry_out(client: str, verb: str, *words: str) -> int:
+    """Do one of the things that take several calls of kubectl; the exit status."""
+    host, argv = sandbox.parse_json(client)
+    sandbox.end_on_signals()
+    try:
+        return VERBS[verb](Kubectl(host, argv), *words) or 0
+    except SandboxError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+
+
+def kubectl(engine: Engine, *words: str, given: object = None,
+            seconds: float = LONG_SECONDS) -> tuple[int, str, str]:
+    stdin = b"" if given is None else to_json(given).encode()
+    return Output([*engine.client, *words], seconds, stdin=stdin).result()
+
+
+def make(engine: Engine, *items: Mapping[str, Any], there: bool = False) -> None:
+    """Create objects; `there` is whether some may be there already. Raises SandboxError."""
+    listed = {"apiVersion": "v1", "kind": "List", "items": items}
+    status, _, err = kubectl(engine, "create", "-f", "-", given=listed)
+    lines = [line for line in err.splitlines() if line.strip()]
+    if status and not (there and all("(AlreadyExists)" in line for line in lines)):
+        raise SandboxError(err.strip())
+
+
+def find(engine: Engine, name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The record and the pod of a session. Raises SandboxError where there is none."""
+    out = engine.ask(engine.list_argv(selector_of(engine, name), ()))
+    items = sandbox.parse_json(out)["items"]
+    records = [item for item in items if item["kind"] == "ConfigMap"]
+    if not records:
+        raise SandboxError(f"no such container: {name}")
+    id = records[0]["metadata"]["annotations"]["sandbox.id"]
+    return records[0], next((item for item in items if item["kind"] == "Pod"
+                             and id == f"pod/{item['metadata']['name']}"), None)
+
+
+def create(engine: Engine, given: str) -> None:
+    record = sandbox.parse_json(given)
+    status, _, err = kubectl(engine, "create", "-f", "-", given=record)
+    if "(AlreadyExists)" in err:
+        err = f"the name {record['metadata']['annotations']['sandbox.name']} is already in use"
+    if status:
+        raise SandboxError(err.strip())
+    bring_up(engine, sandbox.parse_json(record["data"]["pod"]))
+    print(record["metadata"]["annotations"]["sandbox.id"])
+
+
+def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
+    """Create a pod and the claims that it needs, and wait until it runs. Raises SandboxError."""
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"]["volumes"]]
+    node = node_of(engine, claims) if claims else ""
+    if node:  # a claim may be for one node at a time
+        pod["spec"]["nodeName"] = node
+    if claims:
+        make(engine, *map(claim_of, claims), there=True)
+    make(engine, pod)
+    wait_ready(engine, pod["metadata"]["name"])
+
+
+def node_of(engine: Engine, claims: Sequence[str]) -> str:
+    """The node of a pod that uses one of some claims."""
+    pods = sandbox.parse_json(engine.ask([*engine.client, "get", "pods", "-o", "json"]))["items"]
+    return next((pod["spec"].get("nodeName", "") for pod in pods if state_of(pod)[0] == "running"
+                 and uses(pod).intersection(claims)), "")
+
+
+def uses(pod: Mapping[str, Any]) -> set[str]:
+    """The claims of a pod."""
+    return {volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"].get("volumes", ())
+            if "persistentVolumeClaim" in volume}
+
+
+def wait_ready(engine: Engine, name: str) -> None:
+    """Wait until a pod runs. Raises SandboxError with the reason where it will not."""
+    began = time.monotonic()
+    while kubectl(engine, "wait", "--for=condition=Ready", f"pod/{name}",
+                  f"--timeout={WATCH_SECONDS}s")[0]:
+        pod = sandbox.parse_json(engine.ask([*engine.client, "get", "pod", name, "-o", "json"]))
+        placed = time.monotonic() - began < PLACED_SECONDS
+        if problem := problem_of(pod, placed):
+            if pod["status"].get("phase") in ("Succeeded", "Failed"):
+                problem += "\n" + kubectl(engine, "logs", f"pod/{name}", "-c", "session",
+                                          "--tail=3")[1]
+            raise SandboxError(problem.strip())
+        if time.monotonic() - began > LONG_SECONDS:
+            raise SandboxError(f"the pod {name} is not ready after {LONG_SECONDS} seconds")
+
+
+def problem_of(pod: Mapping[str, Any], early: bool) -> str:
+    """Why a pod will not run as it is, '' where it still may."""
+    status = pod["status"]
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return "the pod has ended as soon as it was started " + status.get("message", "")
+    for container in (*status.get("initContainerStatuses", ()),
+                      *status.get("containerStatuses", ())):
+        waiting = container.get("state", {}).get("waiting", {})
+        reason, message = waiting.get("reason"), waiting.get("message", "")
+        if reason in NO_IMAGE:
+            return f"no node has the image {container['image']}, nor can it be pulled: {message}"
+        if reason in NO_START:
+            return f"{reason}: {message}"
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False" and not early:
+            return f"no node takes the session: {condition.get('message', '')}"
+    return ""
+
+
+def begin(engine: Engine, *names: str) -> None:
+    for name in names:
+        record, pod = find(engine, name)
+        if pod and state_of(pod)[0] == "running":
+            continue
+        if pod:
+            end(engine, pod)
+        bring_up(engine, sandbox.parse_json(record["data"]["pod"]))
+
+
+def stop(engine: Engine, *names: str) -> None:
+    for name in names:
+        if pod := find(engine, name)[1]:
+            end(engine, pod)
+
+
+def restart(engine: Engine, *names: str) -> None:
+    stop(engine, *names)
+    begin(engine, *names)
+
+
+def end(engine: Engine, pod: Mapping[str, Any]) -> None:
+    """Delete a pod and wait until it is gone. Raises SandboxError."""
+    name = pod["metadata"]["name"]
+    status, _, err = kubectl(engine, "delete", "pod", name, "--ignore-not-found",
+                             f"--grace-period={GRACE_SECONDS}", "--timeout=60s")
+    if status and "timed out" in err:
+        node = pod["spec"].get("nodeName", "")
+        raise SandboxError(
+            f"the node {node} does not say that the pod {name} has ended. If it is gone for good: "
+            + sandbox.quote_all([*engine.client, "delete", "pod", name, "--force"]))
+    if status:
+        raise SandboxError(err.strip())
+
+
+def remove(engine: Engine, *names: str) -> None:
+    """Remove sessions, with or without their pods, and pods of a step by their names."""
+    for name in names:
+        try:
+            record, pod = find(engine, name)
+        except SandboxError:
+            status, out, err = kubectl(engine, "get", "pod", name.removeprefix("pod/"), "-o", "json")
+            if status:
+                raise SandboxError(err.strip()) from None
+            record, pod = {}, sandbox.parse_json(out)
+        if pod:
+            try:
+                end(engine, pod)
+            except SandboxError as error:  # Kubernetes removes it as soon as its node is back
+                print(error.message, file=sys.stderr)
+        if record:
+            kubectl(engine, "delete", "configmap", record["metadata"]["name"], "--ignore-not-found")
+
+
+def rename(engine: Engine, id: str, name: str) -> None:
+    """Give a session another name. Its pod keeps that which it has."""
+    record, pod = find(engine, id)
+    meta, name = record["metadata"], engine.bare(name)
+    labels = {**meta["labels"], "sandbox.name": label_of(name)}
+    fresh = {"name": record_name(name), "labels": labels,
+             "annotations": {**meta["annotations"], "sandbox.name": name}}
+    made = sandbox.parse_json(record["data"]["pod"])
+    made["metadata"]["labels"] = labels
+    status, _, err = kubectl(engine, "create", "-f", "-", given={
+        **record, "metadata": fresh, "data": {"pod": to_json(made)}})
+    if "(AlreadyExists)" in err:
+        err = f"the name {name} is already in use"
+    if status:
+        raise SandboxError(err.strip())
+    if pod:
+        kubectl(engine, "label", "pod", pod["metadata"]["name"], "--overwrite",
+                f"sandbox.name={labels['sandbox.name']}")
+    kubectl(engine, "delete", "configmap", meta["name"])
+
+
+def remove_volumes(engine: Engine, *names: str) -> int:
+    """Delete claims that no session has, running or stopped."""
+    out = engine.ask([*engine.client, "get", "configmaps,pods", "-o", "json"])
+    used: set[str] = set()
+    for item in sandbox.parse_json(out)["items"]:
+        if item["kind"] == "Pod":
+            used |= uses(item)
+        elif "sandbox.session" in item["metadata"].get("labels", {}):
+            used |= uses(sandbox.parse_json(item["data"]["pod"]))
+    free = [name for name in names if name not in used]
+    if free:
+        kubectl(engine, "delete", "pvc", "--ignore-not-found", "--wait=false", *free)
+    return int(len(free) < len(names))
+
+
+def run(engine: Engine, given: str, user: str, *command: str) -> int:
+    """Run a command, with our stdin, in a pod of its own."""
+    pod = sandbox.parse_json(given)
+    name = pod["metadata"]["name"]
+    try:
+        bring_up(engine, pod)
+        argv = engine.exec_argv(f"pod/{name}", command, user=user, stdin=True)
+        return sandbox.wait_for(sandbox.spawn(argv))
+    finally:
+        kubectl(engine, "delete", "pod", name, "--ignore-not-found", "--grace-period=0", "--force",
+                "--wait=false")
+
+
+def read(engine: Engine, name: str, path: str) -> int:
+    """Print a file of a session as a tar archive. Of a pod that is gone nothing is left: no command
+    has begun in the one that comes next.
+    """
+    with suppress(SandboxError):
+        if not find(engine, name)[1]:
+            print("\0sandbox")
+            return 0
+    folder, file = os.path.split(path)
+    return sandbox.call(engine.exec_argv(name, ["tar", "-C", folder, "-cf", "-", file]), output=1)
+
+
+def copy(engine: Engine, source: str, target: str) -> int:
+    """Copy as `docker cp` does: into a folder that is there, else to that name."""
+    outward = ":" in source and not os.path.isabs(source)
+    name, _, inner = (source if outward else target).partition(":")
+    pod = find(engine, name)[0]["metadata"]["annotations"]["sandbox.id"]
+    outer = target if outward else source
+    content = outer.rstrip("/").endswith("/.") if not outward else inner.endswith("/.")
+    source, target = (inner, outer) if outward else (outer, inner)
+    send = ["tar", "-C", *([source, "-cf", "-", "."] if content else
+                           [os.path.dirname(source.rstrip("/")) or "/", "-cf", "-", "--",
+                            os.path.basename(source.rstrip("/"))])]
+    receive = ["sh", "-c", RECEIVE, "sandbox", target, "" if content else
+               os.path.basename(source.rstrip("/"))]
+    if outward:
+        send = engine.exec_argv(pod, send)
+    else:
+        receive = engine.exec_argv(pod, receive, stdin=True)
+    out, end = os.pipe()
+    sender = sandbox.spawn(send, fds={1: end})
+    receiver = sandbox.spawn(receive, fds={0: out})
+    os.close(out)
+    os.close(end)
+    return max(sandbox.wait_for(receiver), sandbox.wait_for(sender))
+
+
+# $1 is the target, $2 the name of what comes, empty for what is in a folder.
+RECEIVE = """
+if [ -z "$2" ] || [ -d "$1" ]; then mkdir -p "$1" && exec tar -C "$1" -xf -; fi
+new=$(mktemp -d "$(dirname "$1")/.sandbox-XXXXXX") || exit
+tar -C "$new" -xf - && mv -f "$new/$2" "$1"
+status=$?
+rm -rf "$new"
+exit $status
+"""
+
+VERBS: dict[str, Any] = {
+    "create": create, "start": begin, "stop": stop, "stop-start": restart, "remove": remove,
+    "rename": rename, "remove-volume": remove_volumes, "run": run, "read": read, "cp": copy,
+}
