@@ -2935,7 +2935,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     status, begun, new = 1, None, bool(source or not home)
     try:
         note_making(session)
-        if session.copy and new and engine.shares_files:
+        if session.copy and new:
             import sandbox_changes
 
             present_image(engine, config)  # raises
