@@ -458,6 +458,10 @@ def is_name(text: str) -> bool:
     return 2 <= len(text) <= 128 and is_plain(text, "_.-") and text[0].isalnum()
 
 
+def is_host(text: str) -> bool:
+    return 0 < len(text) <= 64 and is_plain(text, "_.-")
+
+
 def is_image_name(text: str) -> bool:
     """`[host[:port]/][folder/]name`."""
     host, slash, rest = text.partition("/")
@@ -614,7 +618,9 @@ def a_network(value: Any) -> Any:
 
 
 a_name = fulfilling(
-    is_name, "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
+    lambda text: is_name(text.partition("@")[0]) and ("@" not in text or is_host(
+        text.partition("@")[2])),
+    "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
 an_image_name = fulfilling(
     is_image_name, "an image name: lower case, without a version (that is imageVersion)")
 an_image_version = fulfilling(is_image_version,
@@ -665,6 +671,18 @@ def a_budget(value: Any) -> dict[str, Any]:
     if (not all(type(amount) in (int, float) and 0 <= amount < 1e15 for amount in numbers)
             or value.get("per", "day") not in ("session", "day")):
         raise wrong
+    return value
+
+
+def some_hosts(value: Any) -> dict[str, Any]:
+    """Names, and what each says; sandbox_hosts reads the one that is meant."""
+    if not isinstance(value, dict):
+        raise ValueError("it is not an object")
+    for name, host in value.items():
+        if not (is_host(name) and isinstance(host, dict) and "runtime" in host
+                and all(map(is_text, host.values()))):
+            raise ValueError(f'{name!r}: {host!r} is not such as {{"runtime": "…", …}}, or its '
+                             "name has more than A-Z a-z 0-9 _ . -")
     return value
 
 
@@ -782,6 +800,11 @@ KEYS = {key.name: key for key in (
         of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
            "build doctor serve",
         variable="SANDBOX_RUNTIME", above_file=True),
+    Key("host", fulfilling(lambda text: not text or is_host(text), "a name of a host"), "--on",
+        "HOST", "a host of `hosts`; default: this machine",
+        of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
+           "build doctor serve usage budget"),
+    Key("hosts", some_hosts, own=True),
 )}
 
 
@@ -1512,6 +1535,20 @@ def each(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
+def is_here(address: str) -> bool:
+    """Whether an address leads no further than this machine; '' is the engine's own choice."""
+    return not address or address.startswith(("unix:", "npipe:", "fd:", "/"))
+
+
+def place_name(place: str) -> str:
+    """A name for a host that has none but an address."""
+    return "".join(c if is_plain(c, "_.-") else "-" for c in place.rpartition("://")[2])[:60]
+
+
+def kept_folder(host: str) -> str:
+    return f"@{host}" if host else ""
+
+
 class Engine:
     """The driver of an engine. What stands here is in the words that docker and podman share.
 
@@ -1526,6 +1563,7 @@ class Engine:
     address_variable = ""  # tells the client which one is meant
     daemonless = False  # the client itself starts containers, with helper programs of this machine
     daemon = ""  # the program of its daemon
+    options: tuple[str, ...] = ()  # of the client: what an entry of "hosts" may say
     create_flags: tuple[str, ...] = ()  # more options that each of our containers needs
 
     # What the client prints for each failure, in lower case; a driver adds its "daemon".
@@ -1573,9 +1611,36 @@ class Engine:
         "import": ("import",),  # takes a tar archive of a root directory and the image's name
     }
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "", client: Sequence[str] = ()) -> None:
+        """For a host of the key "hosts", with the words that its every call begins with; else for
+        the one that our environment means, which has a name where it is another machine.
+        """
         self.version = ""
         self.asked: Output | None = None
+        self.client = [*client] or [self.name]
+        self.host = host or place_name(self.place())
+
+    def place(self) -> str:
+        """The address, or a name of it, of the other machine that our environment means; or ''."""
+        return ""
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether a path is the same file for the engine as for us."""
+        return not self.host
+
+    @property
+    def kept(self) -> str:
+        """The folder below ~/.sandbox for what is kept of its host's sessions."""
+        return kept_folder(self.host)
+
+    def full(self, name: str) -> str:
+        """NAME@HOST for a container of another host."""
+        return f"{self.bare(name)}@{self.host}" if self.host else name
+
+    def bare(self, name: str) -> str:
+        """The name as the engine knows it."""
+        return name.removesuffix(f"@{self.host}") if self.host else name
 
     def argv(self, call: str, *names: str) -> list[str]:
         """One of `calls` on containers, volumes or images.
@@ -1583,7 +1648,7 @@ class Engine:
         A driver adds "facts", which prints the version, a space and what is_rootless() takes, or
         "!" and why it cannot; and "storage", which prints the folder that it keeps images in.
         """
-        return [self.name, *self.calls[call], *names]
+        return [*self.client, *self.calls[call], *map(self.bare, names)]
 
     def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
@@ -1614,7 +1679,7 @@ class Engine:
     def inspect_argv(self, name: str) -> list[str]:
         form = ("{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{.State.Pid}} "
                 "{{json .Config.Labels}}")
-        return [self.name, "container", "inspect", "--format", form, name]
+        return [*self.client, "container", "inspect", "--format", form, self.bare(name)]
 
     def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
         """Id, name, state, exit status, pid (0 for unknown) and labels of a container."""
@@ -1639,7 +1704,7 @@ class Engine:
 
     def image_of_argv(self, name: str) -> list[str]:
         """Prints the id of the image that a container was made from."""
-        return [self.name, "container", "inspect", "--format", "{{.Image}}", name]
+        return [*self.client, "container", "inspect", "--format", "{{.Image}}", self.bare(name)]
 
     def create_argv(self, name: str, image: str, command: Sequence[str], *,
                     labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
@@ -1652,8 +1717,8 @@ class Engine:
         The limits have the names in KEYS. A bind is a path of the host, one of the container
         and options. A service is closed further than a session and started again when it fails.
         """
-        argv = [self.name, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
-                "--name", name, "--user", "0:0", "--workdir", workdir, *each("-e", env),
+        argv = [*self.client, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
+                "--name", self.bare(name), "--user", "0:0", "--workdir", workdir, *each("-e", env),
                 "--cap-drop", "ALL", "--log-driver", "json-file",
                 "--log-opt", f"max-size={log_size}"]
         argv += [f"--cap-add={capability}" for capability in capabilities]
@@ -1675,8 +1740,8 @@ class Engine:
         """Runs a command, with our stdin, in a new container that reaches nothing but what is
         mounted, and removes that.
         """
-        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", user,
-                "--workdir", "/", "--network", "none", "--read-only",
+        argv = [*self.client, "run", "--rm", "-i", "--pull", "never", "--name", name,
+                "--user", user, "--workdir", "/", "--network", "none", "--read-only",
                 "--log-driver", "none", "--security-opt", "no-new-privileges",
                 "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
                 *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
@@ -1709,27 +1774,27 @@ class Engine:
                   env: Sequence[str] = (), stdin: bool = False,
                   terminal: bool = False) -> list[str]:
         """Runs a command in a container; a variable without `=` has the call's own value."""
-        argv = [self.name, "exec", *(["-i"] if stdin else []),
+        argv = [*self.client, "exec", *(["-i"] if stdin else []),
                 *(["-t", "--detach-keys", self.detach_keys] if terminal else []),
                 *(["--user", user] if user else []), *(["--workdir", workdir] if workdir else [])]
-        return [*argv, *each("-e", env), name, *command]
+        return [*argv, *each("-e", env), self.bare(name), *command]
 
     def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
                   since: float = 0) -> list[str]:
         """Prints what a container has printed, or the last lines, or what came since a time."""
-        return [self.name, "logs", *(["-f"] if follow else []),
+        return [*self.client, "logs", *(["-f"] if follow else []),
                 *(["--tail", str(tail)] if tail else []),
-                *(["--since", f"{since:.9f}"] if since else []), name]
+                *(["--since", f"{since:.9f}"] if since else []), self.bare(name)]
 
     def copy_argv(self, name: str, path: str) -> list[str]:
         """Prints a file of a container, which need not run, as a tar archive."""
-        return [self.name, "cp", f"{name}:{path}", "-"]
+        return [*self.client, "cp", f"{self.bare(name)}:{path}", "-"]
 
     # -- images --
 
     def image_argv(self, name: str) -> list[str]:
         form = "{{.Id}} {{json .RepoTags}} {{json .Config.Labels}}"
-        return [self.name, "image", "inspect", "--format", form, name]
+        return [*self.client, "image", "inspect", "--format", form, name]
 
     def read_image(self, out: str) -> tuple[str, list[str], dict[str, str]]:
         """Id, names and labels of an image."""
@@ -1739,7 +1804,7 @@ class Engine:
     def build_argv(self, tag: str, folder: str, labels: Mapping[str, str], args: Sequence[str],
                    host_network: bool) -> list[str]:
         """Builds the Containerfile of a folder; an argument without `=` has its value from ours."""
-        return [self.name, "build", "--force-rm", "-t", tag,
+        return [*self.client, "build", "--force-rm", "-t", tag,
                 *each("--label", map("=".join, labels.items())), *each("--build-arg", args),
                 *(["--network", "host"] if host_network else []),
                 "-f", os.path.join(folder, "Containerfile"), folder]
@@ -1751,7 +1816,7 @@ class Engine:
     def try_argv(self, image: str, command: Sequence[str], network: str = "open",
                  volumes: Sequence[str] = ()) -> list[str]:
         """Runs a command as root in a new container of an image, and removes that."""
-        return [self.name, "run", "--rm", "--init", "--pull", "never", "--user", "0:0",
+        return [*self.client, "run", "--rm", "--init", "--pull", "never", "--user", "0:0",
                 *(["--network", network] if network != "open" else []),
                 *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
@@ -1872,10 +1937,37 @@ class Docker(Engine):
         **Engine.hints,
     }
 
+    options = ("context",)
+
     socket = "/var/run/docker.sock"
     log = "/var/log/dockerd.log"
     pid_files = {"dockerd": "/var/run/docker.pid",
                  "containerd": "/var/run/docker/containerd/containerd.pid"}
+
+    def place(self) -> str:
+        if address := os.environ.get("DOCKER_HOST"):
+            return "" if is_here(address) else address
+        context = os.environ.get("DOCKER_CONTEXT") or self.config("config.json").get(
+            "currentContext")
+        return context if context and not is_here(self.endpoint(context)) else ""
+
+    def config(self, path: str) -> dict[str, Any]:
+        """A file of the client's, {} where there is none that can be read."""
+        folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")
+        with suppress(OSError, ValueError):
+            found = read_json(os.path.join(folder, path))
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def endpoint(self, context: str) -> str:
+        """The address that a context has, "" for none that we know."""
+        with suppress(OSError, KeyError, TypeError):
+            folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")
+            for id in os.listdir(os.path.join(folder, "contexts", "meta")):
+                found = self.config(os.path.join("contexts", "meta", id, "meta.json"))
+                if found.get("Name") == context:
+                    return str(found["Endpoints"]["docker"]["Host"])
+        return ""
 
     def is_rootless(self, fact: str) -> bool:
         return fact == "rootless"
@@ -1884,7 +1976,7 @@ class Docker(Engine):
         labels = ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}' for label in shown)
         form = ('{"name":{{json .Names}},"state":{{json .State}},"image":{{json .Image}},'
                 '"created":{{json .CreatedAt}},"labels":{' + labels + "}}")
-        return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", form]
+        return [*self.client, "ps", "-a", "--filter", f"label={label}", "--format", form]
 
     def read_list(self, out: str) -> list[dict[str, Any]]:
         # not splitlines(): a label may hold U+0085
@@ -1951,6 +2043,7 @@ class Podman(Engine):
     sockets = ("/run/podman/podman.sock", "{run}/podman/podman.sock")
     address_variable = "CONTAINER_HOST"
     daemonless = True
+    options = ("connection",)
     create_flags = ("--http-proxy=false",)
     symptoms = {**Engine.symptoms,
                 "daemon": ("cannot connect to podman", "unable to connect to podman")}
@@ -1969,6 +2062,12 @@ class Podman(Engine):
         "rootless": ("info", "--format", "{{.Host.Security.Rootless}}"),
         "details": ("info", "--format", "json"),
     }
+
+    def place(self) -> str:
+        if address := os.environ.get("CONTAINER_HOST"):
+            return "" if is_here(address) else address
+        # On macOS it is the machine, which shares the person's files.
+        return os.environ.get("CONTAINER_CONNECTION", "") if sys.platform != "darwin" else ""
 
     def is_rootless(self, fact: str) -> bool:
         if fact == "remote":
@@ -1993,7 +2092,7 @@ class Podman(Engine):
         return self.problem("helper", message, self.name)
 
     def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
-        return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", "json"]
+        return [*self.client, "ps", "-a", "--filter", f"label={label}", "--format", "json"]
 
     def read_list(self, out: str) -> list[dict[str, Any]]:
         return [{"name": row["Names"][0], "state": row["State"], "image": row["Image"],
@@ -2075,8 +2174,31 @@ def iso_time(text: str) -> str:
 
 def candidates(config: Config) -> list[Engine]:
     """The engine that was asked for, or those to try in turn."""
+    if config.get("host"):
+        return [engine_on(config, config.get("host"))]
     runtime = config.get("runtime")
     return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
+
+
+def engine_on(config: Config, host: str) -> Engine:
+    """The engine of a host of the key "hosts". Raises SandboxError."""
+    import sandbox_hosts
+
+    return sandbox_hosts.engine_on(config, host)
+
+
+def engine_of(runtime: str, host: str) -> Engine:
+    """The engine that a session was seen on."""
+    if runtime in ENGINES and (engine := ENGINES[runtime]()).host == host:
+        return engine
+    return engine_on(load_config(), host)
+
+
+def at_host(engines: Sequence[Engine], name: str) -> Sequence[Engine]:
+    """The engines that a name is meant on: those given, or that of the host in NAME@HOST."""
+    host = name.partition("@")[2]
+    found = [engine for engine in engines if engine.host == host]
+    return engines if not host else found or [engine_on(load_config(), host)]
 
 
 def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
@@ -2281,8 +2403,14 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
             raise ValueError(name)
 
 
+def kept_path(kind: str, name: str) -> str:
+    """Where what is kept of a session is: NAME, or NAME@HOST."""
+    bare, _, host = name.partition("@")
+    return os.path.join(sandbox_home(), kept_folder(host), kind, bare)
+
+
 def settings_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "sessions", f"{name}.json")
+    return f"{kept_path('sessions', name)}.json"
 
 
 def read_settings(name: str) -> dict[str, Any]:
@@ -2419,16 +2547,19 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
     """Look for a session by name, with one call. Raises NotASession for another container."""
-    engine, status, out, err = first_answer(engines, lambda e: Output(e.inspect_argv(name)))
+    engine, status, out, err = first_answer(at_host(engines, name),
+                                            lambda e: Output(e.inspect_argv(name)))
     if status and engine.is_absent(err):
         return engine, None
     if status:
         raise engine.failure(err)
     id, real_name, state, _, pid, labels = engine.read_inspected(out)
-    if real_name != name:  # the engine takes the start of an id, too
+    name = engine.full(name)
+    if engine.full(real_name) != name:  # the engine takes the start of an id, too
         return engine, None
     session = Session(name, state, labels, id)
-    session.process = mark_of(pid) if state == "running" else None
+    if state == "running":
+        session.process = "" if engine.host else mark_of(pid)
     if "sandbox.session" not in session.labels:
         raise NotASession(f"the container {name} exists and is not a sandbox session",
                           "choose another name with -n", 125)
@@ -2451,7 +2582,8 @@ LOG_TAIL_BYTES = 65536
 
 
 def memory_path(engine: Engine, name: str) -> str:
-    return os.path.join(sandbox_home(), "known", f"{engine.name}-{name}.json")
+    return os.path.join(sandbox_home(), engine.kept, "known",
+                        f"{engine.name}-{engine.bare(name)}.json")
 
 
 def making_path(session: Session) -> str:
@@ -2499,10 +2631,10 @@ def look_next_time(engine: Engine, session: Session) -> None:
 
 def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | None:
     """The session as it was when we last saw it."""
-    for engine in engines:
+    for engine in at_host(engines, name):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = read_json(memory_path(engine, name))
-            session = Session(name, "running", data["labels"], data["id"])
+            session = Session(engine.full(name), "running", data["labels"], data["id"])
             session.process = data.get("process")
             session.ours = data.get("ours", data["id"]) or "none"  # not the id that it lacks
             return engine, session
@@ -2785,6 +2917,7 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     SandboxError.
     """
     engine, rootless = pick_engine(engines)
+    name = engine.full(name)
     check_agent(engine, config)
     labels = labels_of(config, flags, spec, container_user(rootless), home)
     session = Session(name, "running", labels)
@@ -3228,7 +3361,7 @@ def follow_rename(engine: Engine, session: Session) -> bool:
     if session.id and not (known and known[1].id == session.id):
         status, out, err = Output(engine.inspect_argv(session.id)).result()
         if not status:
-            session.name = engine.read_inspected(out)[1]
+            session.name = engine.full(engine.read_inspected(out)[1])
         return not (status and engine.is_absent(err))
     return True
 
@@ -3317,6 +3450,9 @@ def check_stopped(engine: Engine, session: Session, status: int) -> None:
 def rename_session(engine: Engine, session: Session, name: str) -> None:
     """Give a session another name; what runs in it goes on."""
     Layer({"containerName": name}, "check", "rename: ")
+    if engine.full(name) != name and "@" in name:
+        raise SandboxError(f"{session.name} stays on its host", f"rename it to {engine.bare(name)}")
+    name = engine.full(name)
     with lock_session(engine, session), lock_settings(session.name):
         if name == session.name:
             raise SandboxError(f"{name} has that name already", "choose another name")
@@ -3352,7 +3488,7 @@ def remove_container(engine: Engine, session: Session) -> None:
 
 
 def jobs_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "jobs", name)
+    return kept_path("jobs", name)
 
 
 def forget_files(name: str) -> None:
@@ -3386,7 +3522,7 @@ def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
     engine, rows = list_containers(engines)
     running = {row["labels"]["sandbox.session"] for row in rows
                if is_proxy(row) and row["state"] == "running"}
-    return sorted((session_row(engine.name, row, running) for row in rows if not is_proxy(row)),
+    return sorted((session_row(engine, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
 
 
@@ -3400,17 +3536,19 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
         engines, lambda e: Output(e.list_argv("sandbox.session", PS_LABELS + ID_LABELS)))
     if status:
         raise engine.failure(err)
-    return engine, engine.read_list(out)
+    rows = engine.read_list(out)
+    return engine, [{**row, "name": engine.full(row["name"])} for row in rows]
 
 
-def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
+def session_row(engine: Engine, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
     """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
     labels = row["labels"]
     result: dict[str, Any] = {
         "name": row["name"], "state": row["state"], "ports": [],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
         "workspace": labels.get("sandbox.workspace") or WORKSPACES[0],
-        "image": row["image"], "created": row["created"], "runtime": runtime}
+        "image": row["image"], "created": row["created"],
+        "runtime": engine.name, "host": engine.host}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
@@ -5041,7 +5179,7 @@ def shown_keys(keys: str) -> str:
 
 
 def terminals_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "terminals", name)
+    return kept_path("terminals", name)
 
 
 def record_terminal(name: str, id: str, what: str) -> None:
@@ -5769,13 +5907,13 @@ def cmd_cp(args: argparse.Namespace) -> int:
         raise SandboxError("a path has a control character or a byte that is not UTF-8",
                            "engines would take another one for it")
     if name:
-        return call(engine.argv("cp", f"{session.name}:{inner}", outer))
+        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
     into = [os.path.basename(outer.rstrip("/"))]
     if into == ["."] and os.path.isdir(outer):  # its content
         into = os.listdir(outer)
     elif not in_session(engine, session, ["test", "-d", inner]):
         into = [""]
-    status = call(engine.argv("cp", outer, f"{session.name}:{inner}"))
+    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
     if not status and session.user != "0:0":  # engines make it root's
         copied = [os.path.join(inner, item).rstrip("/") for item in into]
         if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
@@ -5791,7 +5929,7 @@ def in_session(engine: Engine, session: Session, command: Sequence[str]) -> bool
 def split_place(text: str) -> tuple[str, str]:
     """Session and path of NAME:PATH; '' and the path for one of this machine."""
     name, colon, path = text.partition(":")
-    return (name, path) if colon and is_plain(name, "_.-") and name[:1] not in "." else ("", text)
+    return (name, path) if colon and is_plain(name, "_.-@") and name[:1] not in "." else ("", text)
 
 
 def cmd_recreate(args: argparse.Namespace) -> int:
@@ -5839,7 +5977,7 @@ def cmd_ps(args: argparse.Namespace) -> int:
         print_table(rows)
         listening = [(row, engine, ask_listeners(engine, row["name"])) for row in rows
                      if os.isatty(1) and row["ports"] and row["state"] == "running"
-                     for engine in [ENGINES[row["runtime"]]()]]
+                     for engine in [engine_of(row["runtime"], row["host"])]]
         for row, engine, asked in listening:
             for line in unheard_ports(engine, row["name"], row["ports"], asked):
                 say(line)
@@ -5853,7 +5991,8 @@ def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, st
     asked, running = {}, {}
     for row in rows:
         records = recorded_terminals(row["name"]) if row["state"] == "running" else {}
-        known = recall([ENGINES[row["runtime"]]()], row["name"]) if records else None
+        engine = engine_of(row["runtime"], row["host"]) if records else None
+        known = recall([engine], row["name"]) if engine else None
         if known:
             asked[row["name"]] = records, ask_terminals(*known)
     for name, (records, output) in asked.items():
@@ -5939,20 +6078,20 @@ def cmd_net(args: argparse.Namespace) -> int:
         network = session.labels.get("sandbox.network")
         raise SandboxError(f"{session.name} has no allowlist: its network is {network}",
                            "create it with --allow HOST")
-    if bool(args.hosts) != (args.action in ("allow", "deny", "check")):
-        raise SandboxError(f"net {args.action} takes {'no hosts' if args.hosts else 'hosts'}",
+    if bool(args.reached) != (args.action in ("allow", "deny", "check")):
+        raise SandboxError(f"net {args.action} takes {'no hosts' if args.reached else 'hosts'}",
                            code=2)
     if args.action == "log":
         return show_log(engine, session, args.follow)
     if args.action == "show":
         print(to_json(network_of(session, session_config(session)), indent=2))
         return 0
-    asked = {"allow": [], "deny" if args.action == "deny" else "allow": args.hosts}
+    asked = {"allow": [], "deny" if args.action == "deny" else "allow": args.reached}
     rules = Layer({"network": asked}, "check", code=2,
                   places={"network": args.action}).values["network"]
     if args.action == "check":
         set_rules(engine, session, network_of(session, session_config(session)))
-        return max(check_host(engine, session, host) for host in args.hosts)
+        return max(check_host(engine, session, host) for host in args.reached)
     change_rules(engine, session, rules)
     return 0
 
@@ -6381,7 +6520,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "new_name": ("", {"metavar": "NEW", "help": "its new name"}),
     "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
                           "with its conversations and settings"}),
-    "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
+    "reached": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
     "turn": ("", {"nargs": "?", "metavar": "TURN",
                   "help": "id of a turn as log prints it, or the beginning of one, or -1 for the "
                           "last, -2 for the one before it"}),
@@ -6438,6 +6577,8 @@ def flags_layer(args: argparse.Namespace) -> Layer:
                 raise SandboxError(f"{OPTIONS[name][0]} does not go together with "
                                    f"{OPTIONS[other][0]}", "keep one of them", 2)
             values["checkpoint"], places["checkpoint"] = value, OPTIONS[name][0]
+    if values.get("host"):
+        check_one_host(args, values["host"])
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
@@ -6454,6 +6595,16 @@ def flags_layer(args: argparse.Namespace) -> Layer:
     layer = Layer(values, "flags", code=2, places=places)
     layer.variables = ["".join(item.partition("=")[:2]) for item in getattr(args, "env", ())]
     return layer
+
+
+def check_one_host(args: argparse.Namespace, host: str) -> None:
+    """Raise SandboxError for a name on another host than --on says."""
+    names = [getattr(args, place, None) or "" for place in
+             ("containerName", "session", "only", "any", "source")] + getattr(args, "names", [])
+    for name in names:
+        if "@" in name and name.partition("@")[2] != host:
+            raise SandboxError(f"--on {host} does not go together with {name}",
+                               "keep one of them", 2)
 
 
 def env_flags(items: Sequence[str]) -> dict[str, str]:
@@ -6680,7 +6831,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "recreate": ("create a session's container anew, its conversations stay",
                  "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
     "rename": ("give a session another name", "session new_name", cmd_rename),
-    "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
+    "net": ("show or change what a session may reach", "action session reached follow", cmd_net),
     "usage": ("show what agents have used of their models, by day", "any json",
               partial(cmd_keys, "usage")),
     "budget": ("show or change what agents may use", "session amount",

@@ -1062,7 +1062,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         unknown = ("agent", "profile", "directory", "workdir", "workspace", "image", "network",
                    "keys", "agentPromptCommand")
         return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
-                "runtime": engine.name, "recreate": []}
+                "runtime": engine.name, "host": engine.host, "recreate": []}
     settings = sandbox.read_settings(session.name)
     config = sandbox.session_config(session, settings)
     return {
@@ -1072,7 +1072,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         "image": have["image"], "ports": have["ports"],
         "network": sandbox.network_of(session, config) if session.has_rules else have["network"],
         "workspace": have.get("workspace", "mount"), "keys": have.get("keys", "visible"),
-        "runtime": engine.name, "recreate": recreate_lines(session, config),
+        "runtime": engine.name, "host": engine.host, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
                                               settings),
     }
@@ -1145,9 +1145,9 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
             home = sandbox.duplicate_home(engines[0], source, config, spec)
         engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source)
     # Only now is the name ours; what has it in its folders is of an earlier session.
-    sandbox.forget_files(name)
+    sandbox.forget_files(session.name)
     try:
-        sandbox.write_settings(name, settings)
+        sandbox.write_settings(session.name, settings)
     except BaseException:
         sandbox.remove_session(engine, session)
         raise
