@@ -2654,13 +2654,16 @@ def has_ended(session: Session) -> bool:
     return mark is None or (mark != "" and mark_of(mark.partition(" ")[0]) != mark)
 
 
-def spec_of(config: Config) -> dict[str, Any]:
-    """The part of the configuration that an existing container cannot change."""
+def spec_of(config: Config, engines: Sequence[Engine] = ()) -> dict[str, Any]:
+    """The part of the configuration that an existing container cannot change. A new session works
+    on a copy of the directory where its engine does not see that, unless a mount is asked for.
+    """
     directory, volumes = config.get("hostPath"), config.all("volumes")
     paths = (directory, *(volume.split(":")[0] for volume in volumes))
     spec = {"sources": [resolved(path) for path in paths], "image": config.image,
             "directory": directory, "workdir": config.get("containerPath") or directory}
-    if config.get("workspace") == "copy":
+    travels = engines and not engines[0].shares_files and not config.is_given("workspace")
+    if travels or config.get("workspace") == "copy":
         spec["workspace"] = "copy"
     for key in KEYS.values():
         if key.fixed and not key.part_of:
@@ -3348,6 +3351,10 @@ def remove_session(engine: Engine, session: Session) -> None:
         # The labels of one that is not ours may name what belongs to another session.
         ours = (session.copy, session.store) if session.is_ours else ()
         remove_volumes(engine, session.home, *ours)
+        if session.copy and session.is_ours and not engine.shares_files:
+            import sandbox_hosts
+
+            sandbox_hosts.drop_mirror(engine, session)
         forget_files(session.name)
         forget_lock(session.home)
 
@@ -4135,7 +4142,7 @@ class RunRequest:
         if self.session:
             self.adopt(self.session, data)
         else:
-            self.spec = spec_of(self.config)
+            self.spec = spec_of(self.config, self.engines)
             if args.source:
                 self.take_after(*find_given(self.engines, args.source, "--from", 125))
             self.name = self.name or generated_name(self.config.get("hostPath"))
@@ -6150,7 +6157,7 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    ours = "sandbox-(net|home|shadow|copy)-[0-9a-f]{10}"
+    ours = "sandbox-(net|home|shadow|copy|mirror)-[0-9a-f]{10}"
     volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
@@ -6158,6 +6165,10 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     for row in rows:
         session = Session(row["name"], "", row["labels"])
         used |= {session.copy, session.store}
+    if not engine.shares_files:
+        import sandbox_hosts
+
+        used |= sandbox_hosts.mirrors(rows)
     kept = [volume for volume in volumes if volume.startswith(COPY_VOLUME) and not copies
             and volume not in used and volume.replace(COPY_VOLUME, STORE_VOLUME) in volumes]
     used |= {volume.replace(COPY_VOLUME, STORE_VOLUME) for volume in kept}
@@ -6224,7 +6235,8 @@ def show_command(args: argparse.Namespace) -> int:
         if session.copy:
             import sandbox_changes
 
-            calls += sandbox_changes.copy_argvs(engine, session, request.source)
+            if engine.shares_files:
+                calls += sandbox_changes.copy_argvs(engine, session, request.source)
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)
