@@ -792,9 +792,9 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
         with sandbox.lock_session(engine, source) if source else nullcontext():
             fill_copy(engine, session, source)
     else:
-        import sandbox_hosts
+        import sandbox_travel
 
-        sandbox_hosts.fill_copy(engine, session)
+        sandbox_travel.fill_copy(engine, session)
     ask_shadow(engine, session, "snapshot", {})
 
 
@@ -835,9 +835,9 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
         answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
                             not dry, origin=True)
     else:
-        import sandbox_hosts
+        import sandbox_travel
 
-        answer = sandbox_hosts.merge(engine, session, about, dry)
+        answer = sandbox_travel.merge(engine, session, about, dry)
     changed = rows_of(answer, "changed", {"path": str, "status": str, "risk": list})
     left = [row for row in rows_of(answer, "left", {"path": str, "why": str, "conflict": bool})
             if row["path"] != ".git"]  # of it only commits can come, which are counted
@@ -867,9 +867,9 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
              *((f"{common}/{part}", f"{GIT_DIRECTORY}/{part}", "ro" if counts_only else "")
                for part in ("objects", "refs"))]
     if not engine.shares_files:
-        import sandbox_hosts
+        import sandbox_travel
 
-        ours, binds = sandbox_hosts.mirrored_git(session)
+        ours, binds = sandbox_travel.mirrored_git(session)
         counts_only = True
 
     def asked(how: str) -> list[str]:
@@ -888,7 +888,7 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     elif found["count"]:
         found["problem"] = problem
         if not (engine.shares_files or dry or problem):
-            found["problem"] = sandbox_hosts.fetch_commits(engine, asked("2"), common, branch)
+            found["problem"] = sandbox_travel.fetch_commits(engine, asked("2"), common, branch)
     return found
 
 
