@@ -2342,6 +2342,10 @@ class Session:
         self.copy = f"{COPY_VOLUME}{id}" if copied else ""
 
     @property
+    def is_elsewhere(self) -> bool:
+        return "@" in self.name
+
+    @property
     def is_ours(self) -> bool:
         return self.ours == self.id
 
@@ -2662,13 +2666,16 @@ def has_ended(session: Session) -> bool:
     return mark is None or (mark != "" and mark_of(mark.partition(" ")[0]) != mark)
 
 
-def spec_of(config: Config) -> dict[str, Any]:
-    """The part of the configuration that an existing container cannot change."""
+def spec_of(config: Config, engines: Sequence[Engine] = ()) -> dict[str, Any]:
+    """The part of the configuration that an existing container cannot change. A new session works
+    on a copy of the directory where its engine does not see that, unless a mount is asked for.
+    """
     directory, volumes = config.get("hostPath"), config.all("volumes")
     paths = (directory, *(volume.split(":")[0] for volume in volumes))
     spec = {"sources": [resolved(path) for path in paths], "image": config.image,
             "directory": directory, "workdir": config.get("containerPath") or directory}
-    if config.get("workspace") == "copy":
+    travels = engines and not engines[0].shares_files and not config.is_given("workspace")
+    if travels or config.get("workspace") == "copy":
         spec["workspace"] = "copy"
     for key in KEYS.values():
         if key.fixed and not key.part_of:
@@ -2774,7 +2781,7 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
     return engine.create_argv(
         name, spec["image"],
         ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"), home,
-         *mounts_meant(binds_of(spec))],
+         *(mounts_meant(binds_of(spec)) if engine.shares_files else ())],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
         env=[f"HOME={CONTAINER_HOME}",
              *([f"SANDBOX_PROXY={PROXY_URL}"] if session.has_rules else []),
@@ -2928,7 +2935,8 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     name = engine.full(name)
     engine.check_session(config, spec)
     check_agent(engine, config)
-    labels = labels_of(config, flags, spec, container_user(rootless), home)
+    spec, user = placed(engine, config, spec, rootless)
+    labels = labels_of(config, flags, spec, user, home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
     make_protected(spec)
@@ -2976,6 +2984,19 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     if config.all("protect") and not (spec["protect"] or spec["git"] or session.copy):
         say(f"nothing is protected in {spec['directory']}: it has no .git")
     return engine, session
+
+
+def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
+           rootless: bool) -> tuple[Mapping[str, Any], str]:
+    """A specification as it is where the engine is, and whose files are mounted there: uid:gid.
+
+    Raises SandboxError where a mount would be of another machine's files.
+    """
+    if engine.shares_files:
+        return spec, container_user(rootless)
+    import sandbox_hosts
+
+    return sandbox_hosts.placed(engine, config, spec, rootless)
 
 
 def recreation(session: Session, flags: Layer, profile: str | None = None,
@@ -3062,7 +3083,8 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
         raise SandboxError(f"{session.name} works on a copy of {place}, for good",
                            "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
-    aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
+    aside = engine.full(f"{engine.bare(session.name)[:100]}.{random_id()}")
+    home = session.home or new_home()
     fresh = None
     look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
@@ -3277,7 +3299,7 @@ def start_session(engine: Engine, session: Session) -> None:
 
 def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
     """Stop a session that was just started on other mounts than meant. Raises SandboxError."""
-    meant = mounts_meant(binds_of(have)) if have.get("sources") else []
+    meant = mounts_meant(binds_of(have)) if have.get("sources") and engine.shares_files else []
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
@@ -3358,6 +3380,10 @@ def remove_session(engine: Engine, session: Session) -> None:
         # The labels of one that is not ours may name what belongs to another session.
         ours = (session.copy, session.store) if session.is_ours else ()
         remove_volumes(engine, session.home, *ours)
+        if session.copy and session.is_ours and not engine.shares_files:
+            import sandbox_travel
+
+            sandbox_travel.drop_mirror(engine, session)
         forget_files(session.name)
         forget_lock(session.home)
 
@@ -4145,7 +4171,7 @@ class RunRequest:
         if self.session:
             self.adopt(self.session, data)
         else:
-            self.spec = spec_of(self.config)
+            self.spec = spec_of(self.config, self.engines)
             if args.source:
                 self.take_after(*find_given(self.engines, args.source, "--from", 125))
             self.name = self.name or generated_name(self.config.get("hostPath"))
@@ -4190,6 +4216,8 @@ class RunRequest:
                 self.spec["git"] = git_of(self.spec)
         self.spec["protect"] = protected_of(self.config, {**self.spec, "workspace": mode})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
+        if session.is_elsewhere:  # what has the same path here is none of its
+            self.spec |= {key: have.get(key) for key in ("git", "protect")}
         check_keys(session.name, session.hides_keys, self.config)
         again = partial(recreate_command, session, self.flags, self.args.profile)
         check_isolation(session, have.get("network"), self.spec["network"], again)
@@ -4281,8 +4309,8 @@ def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping
 
 
 def check_owner(session: Session) -> None:
-    """Raise SandboxError when a session is another user's."""
-    if session.user.split(":")[0] not in ("0", str(os.getuid())):
+    """Raise SandboxError when a session is another user's; users of another machine are others."""
+    if not session.is_elsewhere and session.user.split(":")[0] not in ("0", str(os.getuid())):
         raise SandboxError(f"the session {session.name} is another user's",
                            "choose another name with -n", 125)
 
@@ -5524,7 +5552,8 @@ def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, An
         session = known[1]
         with suppress(SandboxError):  # broken, or with another network than is asked for
             have, _ = session.created()
-            mine = session.user.split(":")[0] in ("0", str(os.getuid()))
+            mine = (session.is_elsewhere
+                    or session.user.split(":")[0] in ("0", str(os.getuid())))
             same = flags.values.get("workspace", mode := have.get("workspace", "mount")) == mode
             if session.is_ours and mine and same and have["directory"] == config.get("hostPath"):
                 want = session_config(session, None, flags, args.profile, data).get("network")
@@ -6160,7 +6189,7 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    ours = "sandbox-(net|home|shadow|copy)-[0-9a-f]{10}"
+    ours = "sandbox-(net|home|shadow|copy|mirror)-[0-9a-f]{10}"
     volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
@@ -6168,6 +6197,10 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     for row in rows:
         session = Session(row["name"], "", row["labels"])
         used |= {session.copy, session.store}
+    if not engine.shares_files:
+        import sandbox_travel
+
+        used |= sandbox_travel.mirrors(rows)
     kept = [volume for volume in volumes if volume.startswith(COPY_VOLUME) and not copies
             and volume not in used and volume.replace(COPY_VOLUME, STORE_VOLUME) in volumes]
     used |= {volume.replace(COPY_VOLUME, STORE_VOLUME) for volume in kept}
@@ -6225,7 +6258,10 @@ def show_command(args: argparse.Namespace) -> int:
         calls = restart + calls
     else:
         engine, rootless = pick_engine(request.engines)
-        labels = labels_of(request.config, request.kept, request.spec, container_user(rootless))
+        request.name = engine.full(request.name)
+        spec, user = placed(engine, request.config, request.spec, rootless)
+        request.spec = dict(spec)
+        labels = labels_of(request.config, request.kept, spec, user)
         session = Session(request.name, "running", labels)
         note_making(session)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
@@ -6234,7 +6270,8 @@ def show_command(args: argparse.Namespace) -> int:
         if session.copy:
             import sandbox_changes
 
-            calls += sandbox_changes.copy_argvs(engine, session, request.source)
+            if engine.shares_files:
+                calls += sandbox_changes.copy_argvs(engine, session, request.source)
         calls.append(session_argv(engine, request.name, request.spec, labels))
     lines = [quote_all(argv) + " >/dev/null" for argv in calls]
     terminal = os.isatty(0)

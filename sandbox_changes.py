@@ -788,8 +788,13 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
     """Fill the copy of a session that is to be created, and take its first snapshot: what differs
     from that is its work. Raises SandboxError.
     """
-    with sandbox.lock_session(engine, source) if source else nullcontext():
-        fill_copy(engine, session, source)
+    if engine.shares_files or source and source.copy:
+        with sandbox.lock_session(engine, source) if source else nullcontext():
+            fill_copy(engine, session, source)
+    else:
+        import sandbox_travel
+
+        sandbox_travel.fill_copy(engine, session)
     ask_shadow(engine, session, "snapshot", {})
 
 
@@ -826,8 +831,13 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
                            "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
     about = {**bounds_of(session), "when": sandbox.iso_seconds(time.time())}
     ask_shadow(engine, session, "snapshot", about)
-    answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
-                        not dry, origin=True)
+    if engine.shares_files:
+        answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
+                            not dry, origin=True)
+    else:
+        import sandbox_travel
+
+        answer = sandbox_travel.merge(engine, session, about, dry)
     changed = rows_of(answer, "changed", {"path": str, "status": str, "risk": list})
     left = [row for row in rows_of(answer, "left", {"path": str, "why": str, "conflict": bool})
             if row["path"] != ".git"]  # of it only commits can come, which are counted
@@ -852,11 +862,21 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
         problem = f"the branch {branch} is checked out: check another one out"
     elif not all(map(sandbox.is_folder_of_ours, folders)):
         problem = f"{common} is not yours"
+    ours, counts_only = GIT_DIRECTORY, dry or problem != ""
     binds = [(session.copy, WORK_DIRECTORY, "ro"), (common, GIT_DIRECTORY, "ro"),
-             *((f"{common}/{part}", f"{GIT_DIRECTORY}/{part}", "ro" if dry or problem else "")
+             *((f"{common}/{part}", f"{GIT_DIRECTORY}/{part}", "ro" if counts_only else "")
                for part in ("objects", "refs"))]
-    argv = closed_argv(engine, session, "commits.sh", [branch, "01"[dry or problem != ""]],
-                       binds, user=session.user)
+    if not engine.shares_files:
+        import sandbox_travel
+
+        ours, binds = sandbox_travel.mirrored_git(session)
+        counts_only = True
+
+    def asked(how: str) -> list[str]:
+        return closed_argv(engine, session, "commits.sh", [branch, how, ours], binds,
+                           user=session.user)
+
+    argv = asked("01"[counts_only])
     status, out, err = Output(argv, LONG_SECONDS).result(ANSWER_BYTES)
     counts = out.split()
     if len(counts) == 2 and all(count.isdecimal() and len(count) < 10 for count in counts):
@@ -867,6 +887,8 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
         found["problem"] = sandbox.one_line(err.strip())[-500:] or f"git ended with {status}"
     elif found["count"]:
         found["problem"] = problem
+        if not (engine.shares_files or dry or problem):
+            found["problem"] = sandbox_travel.fetch_commits(engine, asked("2"), common, branch)
     return found
 
 

@@ -5,10 +5,13 @@ Imported only where a host is named: who has none pays nothing for it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sandbox
-from sandbox import Config, Engine, SandboxError
+from sandbox import Config, Engine, Output, SandboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def driver_of(runtime: Any, place: str) -> type[Engine]:
@@ -51,3 +54,34 @@ def engine_on(config: Config, host: str) -> Engine:
     words = [word for option in driver.options if option in entry
              for word in (f"--{option}", entry[option])]
     return driver(host, [driver.name, *words])
+
+
+def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
+           rootless: bool) -> tuple[dict[str, Any], str]:
+    """See sandbox.placed(). What is mounted was said to be meant on the host, as it is written."""
+    mounts = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    if spec.get("workspace") == "copy":
+        mounts = mounts[1:]
+    if mounts and not (config.get("workspace") == "mount" and config.is_given("workspace")):
+        what = "directory" if mounts[0] == spec["directory"] else "mounted path"
+        raise SandboxError(f"the {what} {mounts[0]} is on this machine, and {engine.host} is "
+                           "another one", '"workspace": "mount" in the profile says that the '
+                           f"path is meant on {engine.host}; or work on a copy: --copy", 125)
+    if spec.get("workspace") == "copy":
+        return dict(spec), sandbox.container_user(rootless)
+    owner = owner_there(engine, spec["image"], spec["directory"])
+    return {**spec, "sources": mounts, "git": None, "protect": []}, "0:0" if rootless else owner
+
+
+def owner_there(engine: Engine, image: str, path: str) -> str:
+    """uid:gid of a directory of the host. Raises SandboxError where there is none."""
+    argv = engine.closed_argv(sandbox.step_name(), image, ["stat", "-c", "%u:%g", "/there"],
+                              labels={}, limits={}, capabilities=(),
+                              binds=[(path, "/there", "ro")])
+    status, out, err = Output(argv, sandbox.LONG_SECONDS).result()
+    if not status:
+        return out.strip()
+    error = engine.failure(err)
+    if engine.diagnose(err) != "image":
+        error.hint = f"make the directory on {engine.host}, or correct the path"
+    raise error

@@ -1136,7 +1136,7 @@ def check_free(engines: Sequence[Engine], name: str) -> None:
 def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags: Layer,
            settings: dict[str, Any], source: Session | None = None) -> Answer:
     """Create the container and its settings; of a duplicate the home is copied."""
-    spec, home = sandbox.spec_of(config), ""
+    spec, home = sandbox.spec_of(config, engines), ""
     with as_request_error():
         sandbox.check_spec(spec)
         sandbox.check_mounts(spec)

@@ -13,7 +13,10 @@
               kept may go, too
     redo      {"turn": ID, "paths": […], "dry": true}: undo the last undo, or the one of this turn
     merge     {"tree": "origin", "paths": […], "dry": true}: bring the work of the tree "main" into
-              WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too)
+              WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too).
+              Where it is the mirror of one elsewhere, {"dry", "send": true} answers with "kind",
+              "mode" and "size" of each change, whose contents follow the answer; {"elsewhere":
+              true} notes what has come there by now, and writes nothing
               All three answer {"dry", "turns", "changed": [{"path", "status", "risk"}],
               "left": [{"path", "why", "conflict"}]}; "conflict" is false where it never could go
     prune     {"keep": TURNS, "maxBytes": BYTES}
@@ -1378,11 +1381,13 @@ class Request:
         if self.paths != [""] and not restore.done and not restore.left:
             raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
                           "Paths begin at the top of the workspace.", "missing")
-        dry = self.take("dry", bool, False)
+        dry, elsewhere = self.take("dry", bool, False), self.take("elsewhere", bool, False)
+        missing = {path for path, what in restore.done.items() if elsewhere and what != "mode"}
         if not dry:
-            restore.apply()
-            self.store.state["temporary"] = ""
-            after = self.walk().tree
+            if not elsewhere:
+                restore.apply()
+                self.store.state["temporary"] = ""
+            after = walk.tree if elsewhere else self.walk().tree
             event = self.event(kind, walk.tree, turns=turns)
             event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
                       "when": self.take("when", str, "")}
@@ -1391,7 +1396,7 @@ class Request:
                 if self.paths != [""]:
                     theirs = self.store.graft(base, theirs, self.paths, True)
                 event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
-                                                   - restore.never, False)
+                                                   - restore.never | missing, False)
             if self.paths == [""] and (restore.done or restore.left.keys() <= restore.never):
                 for other in self.events if not undo or undo.get("paths", [""]) == [""] else ():
                     if other["id"] in turns:
@@ -1403,7 +1408,16 @@ class Request:
                 for path, what in sorted(restore.done.items())]
         left = [{"path": path, "why": why, "conflict": path not in restore.never}
                 for path, why in sorted(restore.left.items())]
-        return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
+        answer = {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
+        if self.take("send", bool, False):
+            sent = [(row, restore.planned[row["path"]][1]) for row in rows]
+            for row, new in sent:
+                file = new if new and new.kind != DIR else None
+                row |= {"kind": new.kind if new else "", "mode": new.mode if new else 0,
+                        "size": self.store.size(file.id) if file else 0}
+            answer["contents"] = (self.store.get(new.id) for _, new in sent
+                                  if new and new.kind != DIR)
+        return answer
 
 
 VERBS = {name: getattr(Request, name) for name in
@@ -1440,7 +1454,11 @@ def main(argv: Sequence[str]) -> int:
         answer, code = run(argv), 0
     except Failure as error:
         answer, code = {"error": str(error), "hint": error.hint, "kind": error.kind}, error.code
+    contents = answer.pop("contents", ())
     print(json.dumps(answer), flush=True)
+    for data in contents:
+        sys.stdout.buffer.write(data)
+    sys.stdout.flush()
     return code
 
 

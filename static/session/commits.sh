@@ -1,11 +1,12 @@
 # Runs in a container of its own as the user of a session: brings the commits of its copy, which is
-# /run/sandbox-work, into the repository at /run/sandbox-git as the branch $1; with $2 = 1 it only
-# counts them. Prints how many there are, and how many more other branches, tags, stashes and
-# worktrees of the copy have. What follows are the arguments of mounts_are().
+# /run/sandbox-work, into the repository at $3 as the branch $1; with $2 = 1 it only counts them, with
+# $2 = 2 it prints them as a bundle, which has them as the branch work. Else it prints how many there
+# are, and how many more other branches, tags, stashes and worktrees of the copy have. What follows
+# are the arguments of mounts_are().
 # git sees two repositories that are made here: of the copy they have the objects and one commit,
 # of the person's the objects and the refs, and of neither any configuration or hook.
-branch=$1 dry=$2 theirs=/run/sandbox-work/.git ours=/run/sandbox-git
-shift 2
+branch=$1 how=$2 ours=$3 theirs=/run/sandbox-work/.git
+shift 3
 [ $# = 0 ] || mounts_are "$@" || exit 97
 export HOME=/dev/shm LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1 \
   GIT_NO_REPLACE_OBJECTS=1 GIT_ALLOW_PROTOCOL=file
@@ -51,9 +52,15 @@ count=0
 [ -z "$tip" ] || count=$(count "$tip" --not --all) || exit 1
 more=$({ echo "$others"; named $ours | sed 's/^/^/'; } | grep . |
   count --ignore-missing --stdin --not --all $tip) || exit 1
-echo "$count $more"
-[ "$count" != 0 ] && [ "$dry" != 1 ] || exit 0
+[ "$how" = 2 ] || echo "$count $more"
+[ "$count" != 0 ] && [ "$how" != 1 ] || exit 0
 git --git-dir=copy update-ref refs/heads/work "$tip" || exit 1
+if [ "$how" = 2 ]; then
+  echo $ours/objects >>copy/objects/info/alternates
+  git --git-dir=person rev-parse --not --all >known || exit 1
+  git --git-dir=copy bundle create -q - refs/heads/work --stdin <known
+  exit
+fi
 said=$(git --git-dir=person -c transfer.fsckObjects=true -c core.hooksPath=/dev/null \
   -c gc.auto=0 -c maintenance.auto=false fetch --no-tags --no-write-fetch-head --no-auto-gc \
   copy "refs/heads/work:refs/heads/$branch" 2>&1) && exit 0

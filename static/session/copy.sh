@@ -1,7 +1,8 @@
 # Runs as root in a container of its own: fills the copy of a session, which is /run/sandbox-work,
-# with what is at /run/sandbox-from. $1 is the name of the linked worktree that this is, or empty;
-# its repository is at /run/sandbox-git. What follows are the arguments of mounts_are().
-worktree=$1 to=/run/sandbox-work
+# with what is at /run/sandbox-from, or $FROM. $1 is the name of the linked worktree that this is, or
+# empty; its repository is at /run/sandbox-git, or $GIT. What follows are the arguments of
+# mounts_are().
+worktree=$1 to=/run/sandbox-work from=${FROM:-/run/sandbox-from} git=${GIT:-/run/sandbox-git}
 shift
 [ $# = 0 ] || mounts_are "$@" || exit 97
 for program in python3 git; do
@@ -19,14 +20,14 @@ copy() {
     exit 1
   fi
 }
-copy /run/sandbox-from $to
+copy $from $to
 # A commit in the copy must not write in the repository of the person, so it gets one of its own.
 if [ -n "$worktree" ]; then
   rm -rf $to/.git
   mkdir $to/.git
-  copy /run/sandbox-git $to/.git
+  copy $git $to/.git
   rm -f $to/.git/config.worktree
-  copy "/run/sandbox-git/worktrees/$worktree" $to/.git
+  copy "$git/worktrees/$worktree" $to/.git
   rm -rf $to/.git/worktrees $to/.git/commondir $to/.git/gitdir $to/.git/locked
   for key in core.bare core.worktree; do git config -f $to/.git/config --unset-all $key; done
 fi
