@@ -59,6 +59,9 @@ rules:
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list]
 """
 
 
@@ -467,6 +470,11 @@ def wait_ready(engine: Engine, name: str) -> None:
                 problem += "\n" + kubectl(engine, "logs", f"pod/{name}", "-c", "session",
                                           "--tail=3")[1]
             raise SandboxError(problem.strip())
+        if time.monotonic() - began > PLACED_SECONDS and (said := kubectl(
+                engine, "get", "events", "--field-selector",
+                f"type=Warning,reason!=MissingClusterDNS,involvedObject.name={name}",
+                "-o", "jsonpath={.items[-1:].message}")[1].strip()):
+            raise SandboxError(f"the pod {name} does not come up: {said}")
         if time.monotonic() - began > LONG_SECONDS:
             raise SandboxError(f"the pod {name} is not ready after {LONG_SECONDS} seconds")
 
@@ -570,8 +578,8 @@ def remove_volumes(engine: Engine, *names: str) -> int:
     out = engine.ask([*engine.client, "get", "configmaps,pods", "-o", "json"])
     used: set[str] = set()
     for item in sandbox.parse_json(out)["items"]:
-        if item["kind"] == "Pod":
-            used |= uses(item)
+        if item["kind"] == "Pod":  # a claim of one that is going goes after it
+            used |= set() if item["metadata"].get("deletionTimestamp") else uses(item)
         elif "sandbox.session" in item["metadata"].get("labels", {}):
             used |= uses(sandbox.parse_json(item["data"]["pod"]))
     free = [name for name in names if name not in used]
