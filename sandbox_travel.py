@@ -371,11 +371,15 @@ class Bring:
 
     def __init__(self, helper: Helper) -> None:
         self.helper, self.seen = helper, helper.trees[0]
-        self.root, self.store, self.leftovers = self.seen.root, self, list[tuple[str, str]]()
+        self.root, self.store, self.state = self.seen.root, self, dict[str, str]()
+        self.note = sandbox.kept_path("merging", helper.session.name)
+        ours = sandbox.read_small(self.note) or "/"  # what a killed merge has left begins so
+        self.leftovers = [os.path.split(path) for path in self.seen.stats
+                          if os.path.basename(path).startswith(ours)]
         self.folders = {path for path, st in self.seen.stats.items() if stat.S_ISDIR(st.st_mode)}
         self.shadow: Any = types.ModuleType("shadow")
         exec(compile(sandbox.asset("image/shadow.py"), "shadow.py", "exec"), self.shadow.__dict__)
-        self.state, self.places = dict[str, str](), dict[str, tuple[int, int]]()
+        self.places = dict[str, tuple[int, int]]()
 
     def bring(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """Returns what it has left as it is, and why. Raises SandboxError."""
@@ -400,7 +404,10 @@ class Bring:
                 restore.apply()
             except self.shadow.Failure as error:
                 raise SandboxError(str(error), error.hint) from None
-        return restore.left
+            with suppress(OSError):
+                os.unlink(self.note)
+        left: dict[str, str] = restore.left
+        return left
 
     def receive(self, item: Mapping[str, Any]) -> None:
         size = item["size"] if item["kind"] in ("file", "link") else 0
@@ -417,6 +424,10 @@ class Bring:
     def problem(self, path: str) -> str:
         """Why nothing is written there."""
         parts = path.split("/")
+        try:
+            os.fsencode(path)
+        except UnicodeError:
+            parts = [""]
         if not {"", ".", ".."}.isdisjoint(parts) or "\0" in path or len(path) > 4096:
             return "it is no path in the directory"
         return "what is git's own does not leave a copy" if self.shadow.in_git(path) else ""
@@ -440,7 +451,7 @@ class Bring:
         return os.pread(self.content.fileno(), size, start)
 
     def save(self) -> None:
-        pass
+        sandbox.write_private(self.note, self.state["temporary"])
 
 
 def too_much(engine: Engine) -> SandboxError:
