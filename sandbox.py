@@ -930,6 +930,11 @@ class Config:
         """Whether anything but the defaults says what it is."""
         return any(key in layer.values for layer in self.layers if layer.origin != "default")
 
+    def given(self, key: str) -> Any:
+        """The value of a scalar that was given with this command, None where it was not."""
+        return next((layer.values[key] for layer in self.layers
+                     if layer.origin in ("flags", "request") and key in layer.values), None)
+
     @property
     def image(self) -> str:
         return f"{self.get('imageName')}:{self.get('imageVersion')}"
@@ -2175,7 +2180,17 @@ def iso_time(text: str) -> str:
 def candidates(config: Config) -> list[Engine]:
     """The engine that was asked for, or those to try in turn."""
     if config.get("host"):
-        return [engine_on(config, config.get("host"))]
+        engine = engine_on(config, config.get("host"))
+        asked = config.given("runtime")
+        if asked not in (None, engine.name):
+            raise SandboxError(f"the host {engine.host} has {engine.name} and not {asked}",
+                               "leave --rt out", 2)
+        return [engine]
+    return engines_here(config)
+
+
+def engines_here(config: Config) -> list[Engine]:
+    """The same, of this machine."""
     runtime = config.get("runtime")
     return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
 
@@ -2201,18 +2216,24 @@ def at_host(engines: Sequence[Engine], name: str) -> Sequence[Engine]:
     return engines if not host else found or [engine_on(load_config(), host)]
 
 
-def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
-    """The engines of a command on what exists: a mistake in the file does not keep it from that."""
+def config_of(args: argparse.Namespace | None = None) -> Config:
+    """For a command on what exists: a mistake in the file does not keep it from that."""
     flags = flags_layer(args) if args else None
     try:
-        return candidates(load_config(flags))
+        return load_config(flags)
     except SandboxError as error:
         kept: dict[str, Any] = {}
-        with suppress(SandboxError, KeyError):  # with a mistake elsewhere this one still counts
-            kept = Layer({"runtime": read_config()["runtime"]}, "file").values
-        engines = candidates(load_config(flags, data=kept))
+        for key in ("runtime", "host", "hosts"):  # with a mistake elsewhere these still count
+            with suppress(SandboxError, KeyError):
+                kept |= Layer({key: read_config()[key]}, "file").values
+        config = load_config(flags, data=kept)
         say(error.message)
-        return engines
+        return config
+
+
+def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
+    """The engines of such a command."""
+    return candidates(config_of(args))
 
 
 def first_answer(engines: Sequence[Engine],
@@ -3538,25 +3559,47 @@ def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
-    engine, rows = list_containers(engines)
+    return session_rows(*list_containers(engines))
+
+
+def session_rows(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sessions among containers."""
     running = {row["labels"]["sandbox.session"] for row in rows
                if is_proxy(row) and row["state"] == "running"}
     return sorted((session_row(engine, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
 
 
+def list_everywhere(config: Config, known: Mapping[str, str] = {},
+                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """list_sessions() of this machine and of all hosts, or of the one that was asked for; and the
+    hosts that did not answer, with the reason: those `known` not to do so are not asked.
+    """
+    if not config.get("hosts") or config.given("host") is not None:
+        return list_sessions(candidates(config)), {}
+    import sandbox_hosts
+
+    return sandbox_hosts.list_everywhere(config, known)
+
+
 def is_proxy(row: Mapping[str, Any]) -> bool:
     return bool(row["labels"].get("sandbox.proxy"))
 
 
+def containers_argv(engine: Engine) -> list[str]:
+    return engine.list_argv("sandbox.session", PS_LABELS + ID_LABELS)
+
+
 def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, Any]]]:
     """The containers that carry our labels, sessions and proxies: see Engine.read_list()."""
-    engine, status, out, err = first_answer(
-        engines, lambda e: Output(e.list_argv("sandbox.session", PS_LABELS + ID_LABELS)))
+    engine, status, out, err = first_answer(engines, lambda e: Output(containers_argv(e)))
     if status:
         raise engine.failure(err)
-    rows = engine.read_list(out)
-    return engine, [{**row, "name": engine.full(row["name"])} for row in rows]
+    return engine, read_containers(engine, out)
+
+
+def read_containers(engine: Engine, out: str) -> list[dict[str, Any]]:
+    return [{**row, "name": engine.full(row["name"])} for row in engine.read_list(out)]
 
 
 def session_row(engine: Engine, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
@@ -5984,10 +6027,10 @@ def cmd_rename(args: argparse.Namespace) -> int:
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
-    engines = engines_of(args)
+    config = config_of(args)
     if args.only:
-        return show_session(engines, args)
-    rows: list[dict[str, Any]] = [*list_sessions(engines)]
+        return show_session(candidates(config), args)
+    rows, lost = list_everywhere(config)
     running = {} if args.quiet else running_in(rows)
     for row in rows:
         row["running"] = running.get(row["name"], [])
@@ -6003,7 +6046,9 @@ def cmd_ps(args: argparse.Namespace) -> int:
         for row, engine, asked in listening:
             for line in unheard_ports(engine, row["name"], row["ports"], asked):
                 say(line)
-    return 0
+    for why in lost.values():
+        say(why)
+    return int(bool(lost))
 
 
 def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, str]]]:
@@ -6196,8 +6241,10 @@ def half_written() -> list[str]:
     """The temporary files of write_private() that nobody is going to rename."""
     import re
 
-    folders = [sandbox_home(),
-               *(os.path.join(sandbox_home(), folder) for folder in ("env", "known", "sessions"))]
+    tops = [sandbox_home()]
+    tops += [entry.path for entry in os.scandir(tops[0]) if entry.name.startswith("@")]
+    folders = tops + [os.path.join(top, folder) for top in tops
+                      for folder in ("env", "known", "sessions")]
     entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
     return sorted(entry.path for entry in entries
                   if re.fullmatch(r".+\.(json\.?|env\.)[0-9a-f]{10}", entry.name)
