@@ -1577,6 +1577,7 @@ class Engine:
         "old": ("client version", "minimum supported api version"),
         "image": ("no such image", "image not known", "unable to find image"),
     }
+    unknown: tuple[str, ...] = ()  # how it says that there is no host of a name, in lower case
     # Programs that the engine starts, with the package that has each on Debian; elsewhere it is
     # named as the program.
     helpers: Mapping[str, str] = {"crun": "crun", "runc": "runc"}
@@ -1633,6 +1634,16 @@ class Engine:
     def shares_files(self) -> bool:
         """Whether a path is the same file for the engine as for us."""
         return not self.host
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a host of the key "hosts"."""
+        return self.client != [self.name]
+
+    @property
+    def origin(self) -> str:
+        """What says which one is meant."""
+        return f"hosts.{self.host} in {config_path()}" if self.is_named else self.address()
 
     @property
     def kept(self) -> str:
@@ -1858,6 +1869,8 @@ class Engine:
             return self.problem(kind, message, self.name if wanted is None else wanted)
         hint = next((hint for sign, hint in self.hints.items() if sign in message.lower()),
                     LAST_HINT)
+        if self.is_named and any(sign in message.lower() for sign in self.unknown):
+            hint = f"correct {self.origin}"
         return SandboxError(message, hint, 125)
 
     def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
@@ -1865,6 +1878,8 @@ class Engine:
 
     def remedy(self, kind: str, message: str) -> Remedy:
         """The one remedy for a problem that was met with this message."""
+        if self.host and kind != "daemon":  # nothing of this machine mends it
+            return Remedy([], note=f"mend that on {self.host}")
         if kind == "permission":
             return permission_remedy(message)
         if kind == "helper":
@@ -1872,11 +1887,11 @@ class Engine:
                                      for name in self.missing_helpers(message))
             return install_remedy(packages, " ".join(packages))
         if kind == "daemon":
-            commands = self.start_commands(message)
+            commands = [] if self.host else self.start_commands(message)
             if commands:
                 return Remedy(commands, lambda: self.start_daemon(commands))
-            address = self.address()
-            return Remedy([], note=f"start the {self.name} that is meant, or correct {address}")
+            note = f"start the {self.name} that is meant, or correct {self.origin}"
+            return Remedy([], note=note)
         return Remedy(install_commands(*self.packages()), note=f"upgrade {self.name}")
 
     def packages(self) -> list[str]:
@@ -1923,9 +1938,11 @@ class Docker(Engine):
                "{home}/.docker/desktop/docker.sock", "{home}/.colima/default/docker.sock")
     address_variable = "DOCKER_HOST"
     daemon = "dockerd"
+    unknown = ("unable to resolve docker endpoint",)
     symptoms = {**Engine.symptoms,
                 "daemon": ("cannot connect to the docker daemon", "is the docker daemon running",
-                           "error during connect", "failed to connect to the docker api")}
+                           "error during connect", "make sure the url is valid",
+                           "failed to connect to the docker api")}
     calls = {
         **Engine.calls,
         "facts": ("info", "--format",
@@ -2001,8 +2018,8 @@ class Docker(Engine):
         return self.address_variable if os.environ.get("DOCKER_HOST") else "the docker context"
 
     def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
-        if (kind == "daemon" and self.socket in message and sys.platform != "darwin"
-                and not program("dockerd") and not self.has_unit()):
+        if (not self.host and kind == "daemon" and self.socket in message
+                and sys.platform != "darwin" and not program("dockerd") and not self.has_unit()):
             message += "\nonly the client of docker is installed here: there is no dockerd"
             return EngineProblem("engine", message, engine_remedy(wanted))
         return super().problem(kind, message, wanted)
@@ -2051,7 +2068,11 @@ class Podman(Engine):
     options = ("connection",)
     create_flags = ("--http-proxy=false",)
     symptoms = {**Engine.symptoms,
-                "daemon": ("cannot connect to podman", "unable to connect to podman")}
+                "daemon": ("cannot connect to podman", "unable to connect to podman",
+                           "failed to connect: ")}
+    unknown = ("destination not found",)
+    hints = {**Engine.hints, "strconv.atoi":
+             "give the connection's address its port: ssh://USER@HOST:22/run/…"}
     helpers = {
         "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns",
         "pasta": "passt", "nft": "nftables", "iptables": "iptables", "netavark": "netavark",
@@ -3600,6 +3621,14 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
 
 def read_containers(engine: Engine, out: str) -> list[dict[str, Any]]:
     return [{**row, "name": engine.full(row["name"])} for row in engine.read_list(out)]
+
+
+def lost_row(host: str, why: str) -> dict[str, Any]:
+    """A row in a list of sessions for a host that did not answer."""
+    unknown = ("agent", "profile", "directory", "network", "workspace", "image", "created",
+               "runtime")
+    return {**dict.fromkeys(unknown, ""), "name": f"@{host or 'here'}", "host": host,
+            "state": "unreachable", "ports": [], "why": why}
 
 
 def session_row(engine: Engine, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
@@ -5185,6 +5214,10 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
     if held.refused:
         raise cannot_hold(session, tag, held.refused, held.code)
     status = held.status if held.ended else None
+    if status is None and engine.host:
+        import sandbox_hosts
+
+        sandbox_hosts.check_cut(engine, session, tag, held=True)
     if status is None:
         check_removed(engine, session, held.code or 1)
         check_stopped(engine, session, held.code or 1)
@@ -5192,7 +5225,8 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
         known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
         if known and known.runs:
             raise Left(f"the connection to {session.name} was cut, and what ran there goes on",
-                       f"to come back: sandbox attach {session.name}", held.code)
+                       f"to come back: sandbox attach {session.name}",
+                       125 if engine.host else held.code)
         if known and known.status is None:
             say(f"what held the terminal in {session.name} has ended: "
                 "how the program did is not known")
@@ -5651,6 +5685,10 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
                 turn.lasts = True
         if status:
             check_removed(engine, session, status)
+        if status in ENGINE_STATUS and engine.host:
+            import sandbox_hosts
+
+            sandbox_hosts.check_cut(engine, session, tag)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)

@@ -13,6 +13,8 @@ from sandbox import Config, Engine, EngineProblem, Output, SandboxError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sandbox import Session
+
 LIST_SECONDS = 8  # for a host to list its sessions
 
 
@@ -113,3 +115,31 @@ def silent(host: str, error: Exception) -> str:
     """The line for a host that has not answered."""
     lines = str(error).strip().splitlines() or ["it answers nonsense"]
     return f"{host} did not answer: {lines[-1][:300]}"
+
+
+# Prints the tag of a command whose first process, which has none above it inside, is still there.
+LEADS = """\
+for environ in $(grep -ls "SANDBOX_EXEC=$1" /proc/[0-9]*/environ); do
+  ! grep -q '^PPid:[[:space:]]*0$' "${environ%environ}status" || { echo "$1"; exit; }
+done 2>/dev/null"""
+
+
+def check_cut(engine: Engine, session: Session, tag: str, held: bool = False) -> None:
+    """Raise SandboxError where the connection was cut, and what ran there goes on or may do so."""
+    again = f"sandbox attach {session.name}" if held else f"sandbox run -n {session.name} -x ps"
+    cut = f"the connection to {engine.host} was cut"
+    argv = engine.exec_argv(session.id or session.name, ["sh", "-c", LEADS, "sandbox", tag],
+                            user=session.user)
+    try:
+        status, out, err = Output(argv).result()
+    except EngineProblem as error:
+        status, out, err = 1, "", error.message
+        lost = True
+    else:
+        lost = status != 0 and engine.diagnose(err) == "daemon"
+    if lost:
+        raise SandboxError(f"{err.strip()}\n{cut}, and what ran in {session.name} may go on",
+                           f"when {engine.host} answers again: {again}", 125)
+    if out.strip() == tag and not held:
+        raise SandboxError(f"{cut}, and what ran in {session.name} goes on; its output is lost",
+                           f"to look at it: {again}", 125)
