@@ -2439,6 +2439,8 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
                                     and len(sources) == 1 + len(volumes)):
         raise ValueError("sources")
+    if not all(map(is_text, spec.get("sent", ()))):
+        raise ValueError("sent")
     git = spec.get("git")  # an old session has none
     if git and not (git["parts"] and all(map(is_text, (git["common"], git["at"], *git["parts"])))):
         raise ValueError("git")
@@ -2842,7 +2844,9 @@ def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
     binds = [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec),
              *protected_binds(spec)]
-    return binds[1:] if spec.get("workspace") == "copy" else binds
+    mounted = binds[1:] if spec.get("workspace") == "copy" else binds
+    sent = spec.get("sent", ())  # files of another machine's, see sandbox_hosts.placed()
+    return [bind for bind in mounted if ":".join(filter(None, bind)) not in sent]
 
 
 def has_home(spec: Mapping[str, Any]) -> bool:
@@ -2994,6 +2998,12 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             status = made if given else 1
         if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
+        if spec.get("sent") and not status:
+            import sandbox_travel
+
+            status = 1
+            sandbox_travel.send_files(engine, session, out.strip(), spec)
+            status = 0
     finally:
         if status:
             if begun:

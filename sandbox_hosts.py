@@ -5,6 +5,7 @@ Imported only where a host is named: who has none pays nothing for it.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import sandbox
@@ -53,11 +54,18 @@ def engine_on(config: Config, host: str) -> Engine:
 
 def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
            rootless: bool) -> tuple[dict[str, Any], str]:
-    """See sandbox.placed(). What is mounted was said to be meant on the host, as it is written."""
+    """See sandbox.placed(). What is mounted was said to be meant on the host, as it is written;
+    else of a file is "sent" what is in it.
+    """
     mounts = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    meant = config.get("workspace") == "mount" and config.is_given("workspace")
     if spec.get("workspace") == "copy":
-        mounts = mounts[1:]
-    if mounts and not (config.get("workspace") == "mount" and config.is_given("workspace")):
+        sent = [":".join([source, *volume.split(":")[1:]]) for volume, source in
+                zip(spec["volumes"], spec["sources"][1:], strict=True) if os.path.isfile(source)]
+        spec = {**spec, "sent": sent}
+        mounts = [path for path, source in zip(mounts[1:], spec["sources"][1:], strict=True)
+                  if not os.path.isfile(source)]
+    if mounts and not meant:
         what = "directory" if mounts[0] == spec["directory"] else "mounted path"
         raise SandboxError(f"the {what} {mounts[0]} is on this machine, and {engine.host} is "
                            "another one", '"workspace": "mount" in the profile says that the '

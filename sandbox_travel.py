@@ -323,6 +323,37 @@ def fill_copy(engine: Engine, session: Session) -> None:
             sandbox.say(sandbox.one_line(line))
 
 
+SENT_BYTES = 1 << 20
+PUT = """until [ -e /run/sandbox-ready ]; do sleep 0.05; done
+umask 022
+folder=$(dirname "$1")
+[ -d "$folder" ] || { mkdir -p "$folder" && chown "$2" "$folder"; } || exit 1
+umask 077
+cat >"$1.$$" && chown "$2" "$1.$$" && mv -f "$1.$$" "$1\""""
+
+
+def send_files(engine: Engine, session: Session, id: str, spec: Mapping[str, Any]) -> None:
+    """Put what is in files of this machine into a session's container, for none but its user to
+    read. Raises SandboxError.
+    """
+    for source, target, *_ in (volume.split(":") for volume in spec["sent"]):
+        try:
+            with open(os.open(source, READING), "rb") as file:
+                data = file.read(SENT_BYTES + 1)
+        except OSError as error:
+            raise sandbox.FileError(source, error) from None
+        if len(data) > SENT_BYTES:
+            raise SandboxError(f"{source} is too large to be sent to {engine.host}",
+                               "put it into the directory, or mount a path of the host", 125)
+        argv = engine.exec_argv(id, ["sh", "-c", PUT, "sandbox", target, session.user],
+                                user="0:0", stdin=True)
+        status, _, err = Output(argv, LONG_SECONDS, stdin=data).result(1 << 16)
+        if status:
+            raise SandboxError(f"{source} could not be put at {target} on {engine.host}: "
+                               f"{sandbox.one_line(err.strip())[-300:]}", "choose another place",
+                               125)
+
+
 # --- Merging ---
 
 

@@ -187,6 +187,29 @@ def test_a_linked_worktree_and_a_submodule(repository: Far, name: str) -> None:
     assert (main / "c").read_text() == "first\n"
 
 
+def test_credentials_and_env_files_travel(far: Far, name: str) -> None:
+    secret, env = far.engine.home / "auth.json", far.engine.home / "keys.env"
+    secret.write_bytes(b"secret\0\n")
+    env.write_text("export KEY='a b'\n")
+    out = far.run(name, "stat -c '%a %U' ~/.codex/auth.json ~/.codex; od -c ~/.codex/auth.json;"
+                  "echo more >>~/.codex/auth.json; echo $KEY",
+                  "-v", f"{secret}:/home/agent/.codex/auth.json:ro", "--ef", str(env))
+    assert out.splitlines()[0].startswith("600 ")
+    assert out.splitlines()[0].split()[1] == out.splitlines()[1].split()[1]
+    assert "s   e   c   r   e   t  \\0  \\n" in out
+    assert out.endswith("a b\n")
+    assert secret.read_bytes() == b"secret\0\n"
+    far.run(name, "true", "-v", f"{secret}:/home/agent/.codex/auth.json:ro")
+    (far.project / "inner").mkdir()
+    refused = far.sandbox("run", "--on", "big", "-n", f"{name}x", "-v",
+                          f"{far.project}/inner:/data", "-x", "true", fails=125)
+    assert "is on this machine" in refused.stderr
+    secret.unlink()
+    refused = far.sandbox("run", "--on", "big", "-n", f"{name}x", "-v",
+                          f"{secret}:/data", "-x", "true", fails=125)
+    assert far.volumes("copy") == far.volumes("copy")[:1]
+
+
 # --- Only what has changed ---
 
 
