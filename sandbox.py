@@ -930,6 +930,11 @@ class Config:
         """Whether anything but the defaults says what it is."""
         return any(key in layer.values for layer in self.layers if layer.origin != "default")
 
+    def given(self, key: str) -> Any:
+        """The value of a scalar that was given with this command, None where it was not."""
+        return next((layer.values[key] for layer in self.layers
+                     if layer.origin in ("flags", "request") and key in layer.values), None)
+
     @property
     def image(self) -> str:
         return f"{self.get('imageName')}:{self.get('imageVersion')}"
@@ -1572,6 +1577,7 @@ class Engine:
         "old": ("client version", "minimum supported api version"),
         "image": ("no such image", "image not known", "unable to find image"),
     }
+    unknown: tuple[str, ...] = ()  # how it says that there is no host of a name, in lower case
     # Programs that the engine starts, with the package that has each on Debian; elsewhere it is
     # named as the program.
     helpers: Mapping[str, str] = {"crun": "crun", "runc": "runc"}
@@ -1628,6 +1634,16 @@ class Engine:
     def shares_files(self) -> bool:
         """Whether a path is the same file for the engine as for us."""
         return not self.host
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a host of the key "hosts"."""
+        return self.client != [self.name]
+
+    @property
+    def origin(self) -> str:
+        """What says which one is meant."""
+        return f"hosts.{self.host} in {config_path()}" if self.is_named else self.address()
 
     @property
     def kept(self) -> str:
@@ -1861,6 +1877,8 @@ class Engine:
             return self.problem(kind, message, self.name if wanted is None else wanted)
         hint = next((hint for sign, hint in self.hints.items() if sign in message.lower()),
                     LAST_HINT)
+        if self.is_named and any(sign in message.lower() for sign in self.unknown):
+            hint = f"correct {self.origin}"
         return SandboxError(message, hint, 125)
 
     def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
@@ -1868,6 +1886,8 @@ class Engine:
 
     def remedy(self, kind: str, message: str) -> Remedy:
         """The one remedy for a problem that was met with this message."""
+        if self.host and kind != "daemon":  # nothing of this machine mends it
+            return Remedy([], note=f"mend that on {self.host}")
         if kind == "permission":
             return permission_remedy(message)
         if kind == "helper":
@@ -1875,11 +1895,11 @@ class Engine:
                                      for name in self.missing_helpers(message))
             return install_remedy(packages, " ".join(packages))
         if kind == "daemon":
-            commands = self.start_commands(message)
+            commands = [] if self.host else self.start_commands(message)
             if commands:
                 return Remedy(commands, lambda: self.start_daemon(commands))
-            address = self.address()
-            return Remedy([], note=f"start the {self.name} that is meant, or correct {address}")
+            note = f"start the {self.name} that is meant, or correct {self.origin}"
+            return Remedy([], note=note)
         return Remedy(install_commands(*self.packages()), note=f"upgrade {self.name}")
 
     def packages(self) -> list[str]:
@@ -1926,9 +1946,11 @@ class Docker(Engine):
                "{home}/.docker/desktop/docker.sock", "{home}/.colima/default/docker.sock")
     address_variable = "DOCKER_HOST"
     daemon = "dockerd"
+    unknown = ("unable to resolve docker endpoint",)
     symptoms = {**Engine.symptoms,
                 "daemon": ("cannot connect to the docker daemon", "is the docker daemon running",
-                           "error during connect", "failed to connect to the docker api")}
+                           "error during connect", "make sure the url is valid",
+                           "failed to connect to the docker api")}
     calls = {
         **Engine.calls,
         "facts": ("info", "--format",
@@ -2004,8 +2026,8 @@ class Docker(Engine):
         return self.address_variable if os.environ.get("DOCKER_HOST") else "the docker context"
 
     def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
-        if (kind == "daemon" and self.socket in message and sys.platform != "darwin"
-                and not program("dockerd") and not self.has_unit()):
+        if (not self.host and kind == "daemon" and self.socket in message
+                and sys.platform != "darwin" and not program("dockerd") and not self.has_unit()):
             message += "\nonly the client of docker is installed here: there is no dockerd"
             return EngineProblem("engine", message, engine_remedy(wanted))
         return super().problem(kind, message, wanted)
@@ -2054,7 +2076,11 @@ class Podman(Engine):
     options = ("connection",)
     create_flags = ("--http-proxy=false",)
     symptoms = {**Engine.symptoms,
-                "daemon": ("cannot connect to podman", "unable to connect to podman")}
+                "daemon": ("cannot connect to podman", "unable to connect to podman",
+                           "failed to connect: ")}
+    unknown = ("destination not found",)
+    hints = {**Engine.hints, "strconv.atoi":
+             "give the connection's address its port: ssh://USER@HOST:22/run/…"}
     helpers = {
         "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns",
         "pasta": "passt", "nft": "nftables", "iptables": "iptables", "netavark": "netavark",
@@ -2183,7 +2209,17 @@ def iso_time(text: str) -> str:
 def candidates(config: Config) -> list[Engine]:
     """The engine that was asked for, or those to try in turn."""
     if config.get("host"):
-        return [engine_on(config, config.get("host"))]
+        engine = engine_on(config, config.get("host"))
+        asked = config.given("runtime")
+        if asked not in (None, engine.name):
+            raise SandboxError(f"the host {engine.host} has {engine.name} and not {asked}",
+                               "leave --rt out", 2)
+        return [engine]
+    return engines_here(config)
+
+
+def engines_here(config: Config) -> list[Engine]:
+    """The same, of this machine."""
     runtime = config.get("runtime")
     return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
 
@@ -2209,18 +2245,24 @@ def at_host(engines: Sequence[Engine], name: str) -> Sequence[Engine]:
     return engines if not host else found or [engine_on(load_config(), host)]
 
 
-def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
-    """The engines of a command on what exists: a mistake in the file does not keep it from that."""
+def config_of(args: argparse.Namespace | None = None) -> Config:
+    """For a command on what exists: a mistake in the file does not keep it from that."""
     flags = flags_layer(args) if args else None
     try:
-        return candidates(load_config(flags))
+        return load_config(flags)
     except SandboxError as error:
         kept: dict[str, Any] = {}
-        with suppress(SandboxError, KeyError):  # with a mistake elsewhere this one still counts
-            kept = Layer({"runtime": read_config()["runtime"]}, "file").values
-        engines = candidates(load_config(flags, data=kept))
+        for key in ("runtime", "host", "hosts"):  # with a mistake elsewhere these still count
+            with suppress(SandboxError, KeyError):
+                kept |= Layer({key: read_config()[key]}, "file").values
+        config = load_config(flags, data=kept)
         say(error.message)
-        return engines
+        return config
+
+
+def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
+    """The engines of such a command."""
+    return candidates(config_of(args))
 
 
 def first_answer(engines: Sequence[Engine],
@@ -2405,6 +2447,8 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     if sources is not None and not (isinstance(sources, list) and all(map(is_text, sources))
                                     and len(sources) == 1 + len(volumes)):
         raise ValueError("sources")
+    if not all(map(is_text, spec.get("sent", ()))):
+        raise ValueError("sent")
     git = spec.get("git")  # an old session has none
     if git and not (git["parts"] and all(map(is_text, (git["common"], git["at"], *git["parts"])))):
         raise ValueError("git")
@@ -2808,7 +2852,9 @@ def binds_of(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     options = ["", *((item + ":").split(":")[2] for item in spec["volumes"])]
     binds = [*zip(spec["sources"], mount_targets(spec), options, strict=True), *git_binds(spec),
              *protected_binds(spec)]
-    return binds[1:] if spec.get("workspace") == "copy" else binds
+    mounted = binds[1:] if spec.get("workspace") == "copy" else binds
+    sent = spec.get("sent", ())  # files of another machine's, see sandbox_hosts.placed()
+    return [bind for bind in mounted if ":".join(filter(None, bind)) not in sent]
 
 
 def has_home(spec: Mapping[str, Any]) -> bool:
@@ -2961,6 +3007,12 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             status = made if given else 1
         if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
+        if spec.get("sent") and not status:
+            import sandbox_travel
+
+            status = 1
+            sandbox_travel.send_files(engine, session, out.strip(), spec)
+            status = 0
     finally:
         if status:
             if begun:
@@ -3555,25 +3607,55 @@ def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
-    engine, rows = list_containers(engines)
+    return session_rows(*list_containers(engines))
+
+
+def session_rows(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sessions among containers."""
     running = {row["labels"]["sandbox.session"] for row in rows
                if is_proxy(row) and row["state"] == "running"}
     return sorted((session_row(engine, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
 
 
+def list_everywhere(config: Config, known: Mapping[str, str] = {},
+                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """list_sessions() of this machine and of all hosts, or of the one that was asked for; and the
+    hosts that did not answer, with the reason: those `known` not to do so are not asked.
+    """
+    if not config.get("hosts") or config.given("host") is not None:
+        return list_sessions(candidates(config)), {}
+    import sandbox_hosts
+
+    return sandbox_hosts.list_everywhere(config, known)
+
+
 def is_proxy(row: Mapping[str, Any]) -> bool:
     return bool(row["labels"].get("sandbox.proxy"))
 
 
+def containers_argv(engine: Engine) -> list[str]:
+    return engine.list_argv("sandbox.session", PS_LABELS + ID_LABELS)
+
+
 def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, Any]]]:
     """The containers that carry our labels, sessions and proxies: see Engine.read_list()."""
-    engine, status, out, err = first_answer(
-        engines, lambda e: Output(e.list_argv("sandbox.session", PS_LABELS + ID_LABELS)))
+    engine, status, out, err = first_answer(engines, lambda e: Output(containers_argv(e)))
     if status:
         raise engine.failure(err)
-    rows = engine.read_list(out)
-    return engine, [{**row, "name": engine.full(row["name"])} for row in rows]
+    return engine, read_containers(engine, out)
+
+
+def read_containers(engine: Engine, out: str) -> list[dict[str, Any]]:
+    return [{**row, "name": engine.full(row["name"])} for row in engine.read_list(out)]
+
+
+def lost_row(host: str, why: str) -> dict[str, Any]:
+    """A row in a list of sessions for a host that did not answer."""
+    unknown = ("agent", "profile", "directory", "network", "workspace", "image", "created",
+               "runtime")
+    return {**dict.fromkeys(unknown, ""), "name": f"@{host or 'here'}", "host": host,
+            "state": "unreachable", "ports": [], "why": why}
 
 
 def session_row(engine: Engine, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
@@ -5159,6 +5241,10 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
     if held.refused:
         raise cannot_hold(session, tag, held.refused, held.code)
     status = held.status if held.ended else None
+    if status is None and engine.host:
+        import sandbox_hosts
+
+        sandbox_hosts.check_cut(engine, session, tag, held=True)
     if status is None:
         check_removed(engine, session, held.code or 1)
         check_stopped(engine, session, held.code or 1)
@@ -5166,7 +5252,8 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
         known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
         if known and known.runs:
             raise Left(f"the connection to {session.name} was cut, and what ran there goes on",
-                       f"to come back: sandbox attach {session.name}", held.code)
+                       f"to come back: sandbox attach {session.name}",
+                       125 if engine.host else held.code)
         if known and known.status is None:
             say(f"what held the terminal in {session.name} has ended: "
                 "how the program did is not known")
@@ -5625,6 +5712,10 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
                 turn.lasts = True
         if status:
             check_removed(engine, session, status)
+        if status in ENGINE_STATUS and engine.host:
+            import sandbox_hosts
+
+            sandbox_hosts.check_cut(engine, session, tag)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
@@ -6001,10 +6092,10 @@ def cmd_rename(args: argparse.Namespace) -> int:
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
-    engines = engines_of(args)
+    config = config_of(args)
     if args.only:
-        return show_session(engines, args)
-    rows: list[dict[str, Any]] = [*list_sessions(engines)]
+        return show_session(candidates(config), args)
+    rows, lost = list_everywhere(config)
     running = {} if args.quiet else running_in(rows)
     for row in rows:
         row["running"] = running.get(row["name"], [])
@@ -6020,7 +6111,9 @@ def cmd_ps(args: argparse.Namespace) -> int:
         for row, engine, asked in listening:
             for line in unheard_ports(engine, row["name"], row["ports"], asked):
                 say(line)
-    return 0
+    for why in lost.values():
+        say(why)
+    return int(bool(lost))
 
 
 def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, str]]]:
@@ -6217,8 +6310,10 @@ def half_written() -> list[str]:
     """The temporary files of write_private() that nobody is going to rename."""
     import re
 
-    folders = [sandbox_home(),
-               *(os.path.join(sandbox_home(), folder) for folder in ("env", "known", "sessions"))]
+    tops = [sandbox_home()]
+    tops += [entry.path for entry in os.scandir(tops[0]) if entry.name.startswith("@")]
+    folders = tops + [os.path.join(top, folder) for top in tops
+                      for folder in ("env", "known", "sessions")]
     entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
     return sorted(entry.path for entry in entries
                   if re.fullmatch(r".+\.(json\.?|env\.)[0-9a-f]{10}", entry.name)

@@ -5,13 +5,18 @@ Imported only where a host is named: who has none pays nothing for it.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import sandbox
-from sandbox import Config, Engine, Output, SandboxError
+from sandbox import Config, Engine, EngineProblem, Output, SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from sandbox import Session
+
+LIST_SECONDS = 8  # for a host to list its sessions
 
 
 def driver_of(runtime: Any, place: str) -> type[Engine]:
@@ -46,11 +51,6 @@ def engine_on(config: Config, host: str) -> Engine:
     if not entry.keys() & {*driver.options}:
         raise SandboxError(f"{place}: which {driver.name} is meant is missing",
                            f"give it {' or '.join(driver.options)}")
-    asked = next((layer.values["runtime"] for layer in config.layers
-                  if layer.origin in ("flags", "request") and "runtime" in layer.values), None)
-    if asked not in (None, driver.name):
-        raise SandboxError(f"the host {host} has {driver.name} and not {asked}",
-                           "leave --rt out", 2)
     words = [word for option in driver.options if option in entry
              for word in (f"--{option}", entry[option])]
     return driver(host, [driver.name, *words])
@@ -58,11 +58,18 @@ def engine_on(config: Config, host: str) -> Engine:
 
 def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
            rootless: bool) -> tuple[dict[str, Any], str]:
-    """See sandbox.placed(). What is mounted was said to be meant on the host, as it is written."""
+    """See sandbox.placed(). What is mounted was said to be meant on the host, as it is written;
+    else of a file is "sent" what is in it.
+    """
     mounts = [spec["directory"], *(volume.split(":")[0] for volume in spec["volumes"])]
+    meant = config.get("workspace") == "mount" and config.is_given("workspace")
     if spec.get("workspace") == "copy":
-        mounts = mounts[1:]
-    if mounts and not (config.get("workspace") == "mount" and config.is_given("workspace")):
+        sent = [":".join([source, *volume.split(":")[1:]]) for volume, source in
+                zip(spec["volumes"], spec["sources"][1:], strict=True) if os.path.isfile(source)]
+        spec = {**spec, "sent": sent}
+        mounts = [path for path, source in zip(mounts[1:], spec["sources"][1:], strict=True)
+                  if not os.path.isfile(source)]
+    if mounts and not meant:
         what = "directory" if mounts[0] == spec["directory"] else "mounted path"
         raise SandboxError(f"the {what} {mounts[0]} is on this machine, and {engine.host} is "
                            "another one", '"workspace": "mount" in the profile says that the '
@@ -85,3 +92,66 @@ def owner_there(engine: Engine, image: str, path: str) -> str:
     if engine.diagnose(err) != "image":
         error.hint = f"make the directory on {engine.host}, or correct the path"
     raise error
+
+
+def list_everywhere(config: Config, known: Mapping[str, str],
+                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """See sandbox.list_everywhere(): one call for each, side by side."""
+    asked, lost = {}, dict(known)
+    for name in sorted(set(config.get("hosts")) - set(known)):
+        try:
+            engine = engine_on(config, name)
+            if config.given("runtime") in (None, engine.name):
+                asked[name] = engine, Output(sandbox.containers_argv(engine), LIST_SECONDS)
+        except (SandboxError, OSError) as error:
+            lost[name] = silent(name, error)
+    rows = []
+    try:
+        rows = [row for row in sandbox.list_sessions(sandbox.engines_here(config))
+                if row["host"] not in asked]
+    except SandboxError as error:
+        if not isinstance(error, EngineProblem) or error.kind != "engine":
+            lost[""] = error.message
+    for name, (engine, output) in asked.items():
+        try:
+            status, out, err = output.result()
+            if status:
+                raise engine.failure(err)
+            rows += sandbox.session_rows(engine, sandbox.read_containers(engine, out))
+        except (SandboxError, LookupError, TypeError, ValueError) as error:
+            lost[name] = silent(name, error)
+    return rows, lost
+
+
+def silent(host: str, error: Exception) -> str:
+    """The line for a host that has not answered."""
+    lines = str(error).strip().splitlines() or ["it answers nonsense"]
+    return f"{host} did not answer: {lines[-1][:300]}"
+
+
+# Prints the tag of a command whose first process, which has none above it inside, is still there.
+LEADS = """\
+for environ in $(grep -ls "SANDBOX_EXEC=$1" /proc/[0-9]*/environ); do
+  ! grep -q '^PPid:[[:space:]]*0$' "${environ%environ}status" || { echo "$1"; exit; }
+done 2>/dev/null"""
+
+
+def check_cut(engine: Engine, session: Session, tag: str, held: bool = False) -> None:
+    """Raise SandboxError where the connection was cut, and what ran there goes on or may do so."""
+    again = f"sandbox attach {session.name}" if held else f"sandbox run -n {session.name} -x ps"
+    cut = f"the connection to {engine.host} was cut"
+    argv = engine.exec_argv(session.id or session.name, ["sh", "-c", LEADS, "sandbox", tag],
+                            user=session.user)
+    try:
+        status, out, err = Output(argv).result()
+    except EngineProblem as error:
+        status, out, err = 1, "", error.message
+        lost = True
+    else:
+        lost = status != 0 and engine.diagnose(err) == "daemon"
+    if lost:
+        raise SandboxError(f"{err.strip()}\n{cut}, and what ran in {session.name} may go on",
+                           f"when {engine.host} answers again: {again}", 125)
+    if out.strip() == tag and not held:
+        raise SandboxError(f"{cut}, and what ran in {session.name} goes on; its output is lost",
+                           f"to look at it: {again}", 125)

@@ -323,6 +323,37 @@ def fill_copy(engine: Engine, session: Session) -> None:
             sandbox.say(sandbox.one_line(line))
 
 
+SENT_BYTES = 1 << 20
+PUT = """until [ -e /run/sandbox-ready ]; do sleep 0.05; done
+umask 022
+folder=$(dirname "$1")
+[ -d "$folder" ] || { mkdir -p "$folder" && chown "$2" "$folder"; } || exit 1
+umask 077
+cat >"$1.$$" && chown "$2" "$1.$$" && mv -f "$1.$$" "$1\""""
+
+
+def send_files(engine: Engine, session: Session, id: str, spec: Mapping[str, Any]) -> None:
+    """Put what is in files of this machine into a session's container, for none but its user to
+    read. Raises SandboxError.
+    """
+    for source, target, *_ in (volume.split(":") for volume in spec["sent"]):
+        try:
+            with open(os.open(source, READING), "rb") as file:
+                data = file.read(SENT_BYTES + 1)
+        except OSError as error:
+            raise sandbox.FileError(source, error) from None
+        if len(data) > SENT_BYTES:
+            raise SandboxError(f"{source} is too large to be sent to {engine.host}",
+                               "put it into the directory, or mount a path of the host", 125)
+        argv = engine.exec_argv(id, ["sh", "-c", PUT, "sandbox", target, session.user],
+                                user="0:0", stdin=True)
+        status, _, err = Output(argv, LONG_SECONDS, stdin=data).result(1 << 16)
+        if status:
+            raise SandboxError(f"{source} could not be put at {target} on {engine.host}: "
+                               f"{sandbox.one_line(err.strip())[-300:]}", "choose another place",
+                               125)
+
+
 # --- Merging ---
 
 
@@ -371,11 +402,15 @@ class Bring:
 
     def __init__(self, helper: Helper) -> None:
         self.helper, self.seen = helper, helper.trees[0]
-        self.root, self.store, self.leftovers = self.seen.root, self, list[tuple[str, str]]()
+        self.root, self.store, self.state = self.seen.root, self, dict[str, str]()
+        self.note = sandbox.kept_path("merging", helper.session.name)
+        ours = sandbox.read_small(self.note) or "/"  # what a killed merge has left begins so
+        self.leftovers = [os.path.split(path) for path in self.seen.stats
+                          if os.path.basename(path).startswith(ours)]
         self.folders = {path for path, st in self.seen.stats.items() if stat.S_ISDIR(st.st_mode)}
         self.shadow: Any = types.ModuleType("shadow")
         exec(compile(sandbox.asset("image/shadow.py"), "shadow.py", "exec"), self.shadow.__dict__)
-        self.state, self.places = dict[str, str](), dict[str, tuple[int, int]]()
+        self.places = dict[str, tuple[int, int]]()
 
     def bring(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """Returns what it has left as it is, and why. Raises SandboxError."""
@@ -400,7 +435,10 @@ class Bring:
                 restore.apply()
             except self.shadow.Failure as error:
                 raise SandboxError(str(error), error.hint) from None
-        return restore.left
+            with suppress(OSError):
+                os.unlink(self.note)
+        left: dict[str, str] = restore.left
+        return left
 
     def receive(self, item: Mapping[str, Any]) -> None:
         size = item["size"] if item["kind"] in ("file", "link") else 0
@@ -417,6 +455,10 @@ class Bring:
     def problem(self, path: str) -> str:
         """Why nothing is written there."""
         parts = path.split("/")
+        try:
+            os.fsencode(path)
+        except UnicodeError:
+            parts = [""]
         if not {"", ".", ".."}.isdisjoint(parts) or "\0" in path or len(path) > 4096:
             return "it is no path in the directory"
         return "what is git's own does not leave a copy" if self.shadow.in_git(path) else ""
@@ -440,7 +482,7 @@ class Bring:
         return os.pread(self.content.fileno(), size, start)
 
     def save(self) -> None:
-        pass
+        sandbox.write_private(self.note, self.state["temporary"])
 
 
 def too_much(engine: Engine) -> SandboxError:

@@ -1410,13 +1410,13 @@ class Request:
                 for path, why in sorted(restore.left.items())]
         answer = {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
         if self.take("send", bool, False):
-            sent = [(row, restore.planned[row["path"]][1]) for row in rows]
-            for row, new in sent:
-                file = new if new and new.kind != DIR else None
-                row |= {"kind": new.kind if new else "", "mode": new.mode if new else 0,
-                        "size": self.store.size(file.id) if file else 0}
-            answer["contents"] = (self.store.get(new.id) for _, new in sent
-                                  if new and new.kind != DIR)
+            sent = [restore.planned[path][1] for path in sorted(restore.done)]
+            files = [new if new and new.kind != DIR else None for new in sent]
+            answer["changed"] = [{**row, "kind": new.kind if new else "",
+                                  "mode": new.mode if new else 0,
+                                  "size": self.store.size(file.id) if file else 0}
+                                 for row, new, file in zip(rows, sent, files, strict=True)]
+            answer["contents"] = (self.store.get(file.id) for file in files if file)
         return answer
 
 
