@@ -1814,6 +1814,10 @@ class Engine:
         """Prints a file of a container, which need not run, as a tar archive."""
         return [*self.client, "cp", f"{self.bare(name)}:{path}", "-"]
 
+    def role(self) -> str:
+        """What an administrator is to grant, as text for the engine's own client; '' for nothing."""
+        return ""
+
     # -- images --
 
     def image_argv(self, name: str) -> list[str]:
@@ -6528,6 +6532,12 @@ def diagnose_all(flags: Layer) -> list[Check]:
 
 def cmd_doctor(args: argparse.Namespace) -> int:
     """Check what a run needs; with --fix carry the remedies out."""
+    if args.role:
+        engine = engines_of(args)[0]
+        if not engine.role():
+            raise SandboxError(f"{engine.name} needs no role", "--on names a cluster", 2)
+        print(engine.role(), end="")
+        return 0
     checks = diagnose_all(flags_layer(args))
     met: set[str] = set()
     while args.fix and (args.yes or can_ask()):
@@ -6688,6 +6698,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "quiet": ("-q --quiet", FLAG | {"help": "print names only"}),
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
+    "role": ("--role", FLAG | {"help": "print what a cluster's administrator must grant"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
     "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it, or "
                                        "(rm) its copy was not merged"}),
@@ -6982,7 +6993,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "build": ("build the image", "update_agents profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",
                f"what {RUN_OPTIONS} reveal", cmd_config),
-    "doctor": ("check what a run needs, and mend it", "json fix yes verbose", cmd_doctor),
+    "doctor": ("check what a run needs, and mend it", "json fix role yes verbose", cmd_doctor),
     "init": ("write a first configuration from the agents' settings found here", "force", cmd_init),
     "serve": ("run the web service, or control the one in the background",
               "address profile background stop restart cert key yes verbose", cmd_serve),

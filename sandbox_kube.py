@@ -128,24 +128,23 @@ class Kubectl(Engine):
         return False
 
     def check_session(self, config: Config, spec: Mapping[str, Any]) -> None:
-        network = spec["network"]
+        mounts = [source for source, _, _ in sandbox.binds_of(spec) if source.startswith("/")]
+        forward = sandbox.quote_all([*self.client, "port-forward"])
         for wrong, what, why, hint in (
-                (network == "host", "host as network", "it would be that of a node",
+                (spec["network"] == "host", "host as network", "it would be that of a node",
                  "use --net open"),
-                (network != "open", f"{sandbox.shown(network)} as network",
-                 "the containers of a pod share one network, and not every cluster can cut it off",
+                (spec["network"] != "open", f"{sandbox.shown(spec['network'])} as network",
+                 "not every cluster can cut a pod off",
                  "use --net open, or a host with docker or podman"),
                 (spec["keys"] == "hidden", "hidden keys", "they need the proxy of an allowlist",
                  "use --keys visible, or a host with docker or podman"),
-                (spec["volumes"], f"the mount {','.join(spec['volumes'])}",
-                 "paths of this machine are not there", "copy what is needed: sandbox cp"),
-                (spec.get("workspace") != "copy", "a mount of the directory",
-                 "paths of this machine are not there", "use --copy"),
+                (mounts, f"the mount of {mounts[0] if mounts else ''}",
+                 "its nodes do not see this machine's files",
+                 "leave -v and --workspace out; sandbox cp copies what is needed"),
                 (config.is_given("pidsLimit"), "a limit of processes",
                  "only the kubelet has one, for all pods", "leave pidsLimit out"),
                 (spec["ports"], "published ports", "a pod has an address of its own",
-                 f"leave -p out; {sandbox.quote_all([*self.client, 'port-forward'])} POD "
-                 "HOST:CONTAINER forwards one")):
+                 f"leave -p out; then {forward} POD {':'.join(spec['ports'])}")):
             if wrong:
                 raise SandboxError(f"a cluster cannot give a session {what}: {why}", hint, 125)
 
@@ -253,7 +252,6 @@ class Kubectl(Engine):
         return ["kubernetes-client" if sandbox.program("apt-get") else "kubectl"]
 
     def role(self) -> str:
-        """The Role that an administrator is to grant, as YAML."""
         words = dict(zip(self.client, self.client[1:], strict=False))
         namespace = words.get("--namespace", "")
         return ROLE.format(namespace=f" --namespace {namespace}" if namespace else "",

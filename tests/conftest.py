@@ -370,7 +370,9 @@ def copy_code(app: Path) -> None:
 
 
 ENGINES = ("docker", "podman", "rootless")
-PARTS = ("docker", "podman", "web")
+# A cluster is built by `tests/prepare kubernetes` alone: its part is there where that has run.
+BUILT = Path("/var/cache/sandbox-test/kubernetes/bin/kubelet").exists()
+PARTS = ("docker", "podman", "web", *(["kubernetes"] if BUILT else []))
 WEB = ("test_browser", "test_jobs", "test_web", "test_websocket")
 
 
@@ -381,6 +383,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def part_of(item: pytest.Item) -> str:
     """The one part of a test. Each takes a third of the time: so what needs no engine is in web."""
     assert isinstance(item, pytest.Function)
+    if item.get_closest_marker("kubernetes"):
+        return "kubernetes"
     engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
     if engine not in (None, "docker"):
         return "podman"
@@ -391,6 +395,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted := config.getoption("part"):
         others = [item for item in items if part_of(item) != wanted]
         items[:] = [item for item in items if part_of(item) == wanted]
+        config.hook.pytest_deselected(items=others)
+    elif not BUILT:
+        others = [item for item in items if part_of(item) == "kubernetes"]
+        items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=others)
 
 

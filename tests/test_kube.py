@@ -1,0 +1,276 @@
+"""Sessions on a real cluster of two nodes: tests/prepare kubernetes builds it, tests/kubernetes
+starts it. On the other engines nothing here would be decided.
+"""
+
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import IMAGE_NAME, ROOT, Engine, Result, write_config
+from service import Service, wait_for
+
+import sandbox
+import sandbox_kube
+
+pytestmark = pytest.mark.kubernetes
+
+BED = ROOT / "tests" / "kubernetes"
+RUN = Path("/var/cache/sandbox-test/kubernetes/run")
+VERSION = "1.0-git"
+
+
+@dataclass
+class Cluster(Engine):
+    """The cluster, and this machine's client of it. Its host is k8s; `person` is another user's
+    view of the same namespace, and `closed` of one where no pod may be made.
+    """
+
+    def environ(self, user: str | None = None, home: Path | None = None) -> dict[str, str]:
+        environ = super().environ(user, home)
+        environ |= {"PATH": f"{RUN}:{environ['PATH']}", "KUBECONFIG": f"{RUN}/config"}
+        del environ["SANDBOX_RUNTIME"]
+        return environ
+
+    def configure(self, **keys: object) -> None:
+        hosts = {name: {"runtime": "kubectl", "context": context, "namespace": namespace}
+                 for name, context, namespace in (
+                     ("k8s", "admin", "agents"), ("person", "person", "agents"),
+                     ("closed", "person", "closed"))}
+        write_config(self.home, imageName=IMAGE_NAME, imageVersion=VERSION, hosts=hosts,
+                     **{"host": "k8s", **keys})
+
+    def kubectl(self, *words: str, input: str = "") -> str:
+        done = self._run(["kubectl", "--context", "admin", "--namespace", "agents", *words], input,
+                         60, {})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def pod(self, name: str) -> str:
+        """The pod of a session."""
+        return self.kubectl("get", "pods", "-l", f"sandbox.name={name}", "-o", "name").strip()
+
+    def left(self) -> str:
+        """What there is of sessions."""
+        return self.kubectl("get", "pods,configmaps,pvc", "-o", "name", "--field-selector",
+                            "metadata.name!=kube-root-ca.crt")
+
+    def must(self, *words: str, status: int = 0, **where: Any) -> Result:
+        done = self.sandbox(*words, **where)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    def bed(self, *words: str) -> None:
+        done = subprocess.run([BED, *words], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def running(area: Path) -> Iterator[Cluster]:
+    with open("/run/sandbox-test-kubernetes.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cluster = Cluster("kubernetes", "docker", "root", area)
+        cluster.bed("up")
+        yield cluster
+        cluster.bed("down")
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Iterator[Cluster]:
+    """A fresh home and directory; what a test has left goes with it."""
+    before = running.home
+    running.home, running.project = running.directory(), running.directory()
+    running.configure()
+    (running.project / "here").write_text("ours\n")
+    yield running
+    while running.started:
+        running.started.pop().end()
+    for row in json.loads(running.sandbox("ps", "--json", "--on", "k8s").stdout):
+        running.sandbox("rm", "-f", row["name"])
+    running.home = before
+
+
+# --- Life of a session ---
+
+
+def test_a_session_keeps_what_it_has_and_leaves_nothing(cluster: Cluster, name: str) -> None:
+    first = cluster.must("run", "-n", name, "-x", "pwd; cat here; echo kept | tee ~/state made")
+    assert first.stdout == f"{cluster.project}\nours\nkept\n"
+    data = os.urandom(10_000_000)
+    (cluster.project / "big").write_bytes(data)
+    with open(cluster.project / "big") as big:
+        argv = cluster.sandbox_argv("run", "-n", name, "-x", "sha256sum; echo no >&2; exit 7")
+        done = subprocess.run(argv, stdin=big, capture_output=True, text=True, timeout=60,
+                              **cluster.where())
+    digest = hashlib.sha256(data).hexdigest()
+    assert (done.returncode, done.stdout, done.stderr) == (7, f"{digest}  -\n", "no\n")
+    cluster.must("cp", "big", f"{name}@k8s:copied")
+    cluster.must("cp", f"{name}@k8s:copied", "back")
+    assert (cluster.project / "back").read_bytes() == data
+    cluster.must("stop", f"{name}@k8s")
+    assert not cluster.pod(name)
+    [row] = json.loads(cluster.must("ps", "--json", "--on", "k8s").stdout)
+    assert (row["name"], row["state"], row["runtime"]) == (f"{name}@k8s", "exited", "kubectl")
+    cluster.must("rename", f"{name}@k8s", "Anew_1")
+    assert cluster.must("run", "-n", "Anew_1", "-x", "cat ~/state made").stdout == "kept\nkept\n"
+    cluster.must("recreate", "-f", "Anew_1@k8s", "--memory", "256m")
+    spec = json.loads(cluster.kubectl("get", cluster.pod("Anew_1"), "-o", "json"))["spec"]
+    assert spec["containers"][0]["resources"]["limits"] == {"memory": "256Mi"}
+    again = cluster.must("run", "-n", "Anew_1", "-x", "cat ~/state; ls copied")
+    assert again.stdout == "kept\ncopied\n"
+    cluster.must("merge", "Anew_1@k8s")
+    assert (cluster.project / "made").read_text() == "kept\n"
+    cluster.must("rm", "-f", "Anew_1@k8s")
+    wait_for(lambda: not cluster.left())
+    assert not cluster.must("prune", "--on", "k8s").stdout
+
+
+def test_a_pod_is_contained_and_knows_no_secret(cluster: Cluster, name: str) -> None:
+    secret = "s3cret 'quoted'\nsecond line"
+    shown = cluster.must("run", "-n", name, "-e", f"TOKEN={secret}", "-x",
+                         'printf "%s" "$TOKEN"; cat /proc/*/cmdline; ! ls /var/run/secrets').stdout
+    assert shown.startswith(secret) and shown.count("s3cret") == 1
+    pod = cluster.kubectl("get", cluster.pod(name), "-o", "json")
+    assert "s3cret" not in pod and "s3cret" not in cluster.kubectl("get", "configmaps", "-o", "json")
+    spec = json.loads(pod)["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    status = cluster.must("run", "-n", name, "-x", "grep -E '^(CapBnd|Seccomp):' /proc/self/status")
+    bits = sum(1 << number for number in (0, 1, 3, 5, 6, 7, 29))  # those of sandbox.CAPABILITIES
+    assert status.stdout.split() == ["CapBnd:", f"{bits:016x}", "Seccomp:", "2"]
+    # Another user than root, though its kubectl is root's here.
+    engine = sandbox_kube.Kubectl("k8s", ["kubectl", "--context", "admin", "-n", "agents"])
+    argv = engine.exec_argv(cluster.pod(name), ["id", "-u"], user="1234:1234", workdir="/tmp")
+    assert cluster._run(argv, None, 60, {}).stdout == "1234\n"
+
+
+def test_terminals_are_held_in_the_pod(cluster: Cluster, name: str) -> None:
+    cluster.must("run", "-n", name, "-x", "true")
+    with cluster.pty("run", "-n", name, "-x", "sh", rows=30, cols=100) as terminal:
+        terminal.send("stty size\r")
+        terminal.expect("30 100")
+        terminal.resize(40, 120)
+        terminal.send("until stty size | grep '40 120'; do sleep 0.1; done\r")
+        terminal.expect("\n40 120")
+        terminal.send("echo be''gun; sleep 1000; echo $?\r")
+        terminal.expect("begun")
+        terminal.send("\x03")
+        terminal.expect("#")
+        terminal.send("\x1cd")
+        terminal.expect("left")
+        assert terminal.wait() == 0
+    with cluster.pty("attach", f"{name}@k8s") as terminal:
+        terminal.send("exit 4\r")
+        assert terminal.wait() == 4
+
+
+def test_a_signal_ends_what_runs_in_the_pod(cluster: Cluster, name: str) -> None:
+    cluster.must("run", "-n", name, "-x", "true")
+    run = cluster.popen("run", "-n", name, "-x", "echo begun; exec sleep 4321")
+    assert run.stdout and run.stdout.readline() == "begun\n"
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 143
+    assert "4321" not in cluster.kubectl("exec", cluster.pod(name), "-c", "session", "--", "ps")
+
+
+def test_jobs_of_the_web_service_run_in_the_pod(cluster: Cluster, name: str) -> None:
+    cluster.must("run", "-n", name, "-x", "true")
+    service = Service(cluster)
+    try:
+        [row] = [row for row in service.get("/api/sessions") if row["runtime"] == "kubectl"]
+        job = service.ended(service.job(row["name"], "cat here; exit 6"))
+        assert job["exit"] == 6
+        assert service.get(f"/api/sessions/{row['name']}?tail=100").status == 200
+    finally:
+        service.end()
+
+
+def test_two_clients_that_start_one_session_share_it(cluster: Cluster, name: str) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(cluster.sandbox, "run", "-n", name, "-x", "cat /proc/sys/kernel/hostname")
+                for _ in range(2)]
+        results = [run.result() for run in runs]
+    assert [r.returncode for r in results] == [0, 0], [r.stderr for r in results]
+    assert len(cluster.pod(name).split()) == 1
+    cluster.must("rm", "-f", f"{name}@k8s")
+    wait_for(lambda: not cluster.left())
+
+
+# --- Faults ---
+
+
+def test_an_api_server_that_goes_away_is_no_end(cluster: Cluster, name: str) -> None:
+    cluster.must("run", "-n", name, "-x", "true")
+    run = cluster.popen("run", "-n", name, "-x",
+                        "echo begun; until [ -e /tmp/go ]; do sleep 0.1; done; echo x >/tmp/ended")
+    assert run.stdout and run.stderr and run.stdout.readline() == "begun\n"
+    cluster.bed("api", "stop")
+    assert run.wait(60) == 125
+    assert "was cut" in run.stderr.read()
+    unreachable = cluster.sandbox("run", "-n", name, "-x", "true")
+    assert unreachable.returncode == 125 and "connection to the server" in unreachable.stderr
+    cluster.bed("api", "start")
+    ended = cluster.must("run", "-n", name, "-x",
+                         "touch /tmp/go; until [ -e /tmp/ended ]; do sleep 0.1; done; cat /tmp/ended")
+    assert ended.stdout == "x\n"
+
+
+def test_what_a_person_may_is_what_the_role_grants(cluster: Cluster, name: str) -> None:
+    refused = cluster.sandbox("run", "-n", name, "--on", "person", "-x", "true")
+    assert refused.returncode == 125 and "sandbox doctor --on person --role" in refused.stderr
+    for host, namespace in (("person", "agents"), ("closed", "closed")):
+        role = cluster.must("doctor", "--role", "--on", host).stdout
+        cluster.kubectl("apply", "-f", "-", input=role)
+        cluster.kubectl("create", "rolebinding", "sandbox", "--role", "sandbox", "--user", "person",
+                        f"--namespace={namespace}")
+    closed = cluster.sandbox("run", "-n", name, "--on", "closed", "-x", "true")
+    assert closed.returncode == 125 and "an administrator" in closed.stderr, closed.stderr
+    assert cluster.must("run", "-n", name, "--on", "person", "-x", "cat here").stdout == "ours\n"
+    for words in (["stop"], ["start"], ["rename"], ["rm", "-f"]):
+        more = ["renamed"] if words == ["rename"] else []
+        cluster.must(*words, f"{'renamed' if words[0] == 'rm' else name}@person", *more)
+    wait_for(lambda: not cluster.left())
+    assert "sandbox-" not in cluster.kubectl("get", "pods,configmaps,pvc", "-n", "closed")
+
+
+def test_an_image_that_no_node_has(cluster: Cluster, name: str) -> None:
+    refused = cluster.must("run", "-n", name, "--iv", "0.0-none", "-x", "true", status=125)
+    assert "no node has the image" in refused.stderr and "push it" in refused.stderr
+    wait_for(lambda: not cluster.left())
+
+
+@pytest.mark.parametrize("asked", [["--net", "host"], ["--net", "none"], ["--allow", "a.example"],
+                                   ["--keys", "hidden"], ["--pids-limit", "9"], ["-p", "1:2"]])
+def test_what_a_cluster_cannot_is_refused(cluster: Cluster, name: str, asked: list[str]) -> None:
+    refused = cluster.must("run", "-n", name, *asked, "-x", "true", status=125)
+    assert "a cluster cannot give a session" in refused.stderr, refused.stderr
+    assert not cluster.left()
+
+
+def test_a_node_that_is_gone(cluster: Cluster, name: str) -> None:
+    """The last test: the cluster has one node less."""
+    cluster.must("run", "-n", name, "-x", "true")
+    cluster.kubectl("cordon", "one")
+    cluster.must("stop", f"{name}@k8s")
+    cluster.must("start", f"{name}@k8s")
+    cluster.kubectl("uncordon", "one")
+    cluster.bed("node", "two")
+
+    def state() -> str:
+        return str(json.loads(cluster.must("ps", "--json", "--on", "k8s").stdout)[0]["state"])
+
+    wait_for(lambda: state() == "lost", 60)
+    assert "its node" in cluster.sandbox("start", f"{name}@k8s").stderr
+    cluster.kubectl("delete", cluster.pod(name), "--force", "--grace-period=0")
+    assert cluster.must("run", "-n", name, "-x", "cat here").stdout == "ours\n"
