@@ -5,9 +5,9 @@ Imported only for a host whose runtime is kubectl. What outlives a pod is what a
 - a ConfigMap with the pod as it is to be created. It has the session's name, of which there is one;
 - a claim for each of its volumes: its home, its copy of the directory and its snapshots.
 
-`stop` deletes the pod and `start` creates it again. All carry the label sandbox.session; what docker
-has in labels is in annotations, which may hold anything. The id of a session is pod/NAME, where
-NAME is given once and never again.
+`stop` deletes the pod and `start` creates it again. All carry the label sandbox.session; what other
+engines have in labels is in annotations, which may hold anything. The id of a session is pod/NAME,
+where NAME is given once and never again.
 
 A call that takes several of kubectl's is one of this module, see carry_out(): so it is still one
 argv to be printed or started. Commands in a pod are run by static/session/kube.py.
@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Any
 
 import sandbox
-from sandbox import CALL_SECONDS, LONG_SECONDS, Config, Engine, Output, SandboxError, to_json
+from sandbox import LONG_SECONDS, Config, Engine, Output, SandboxError, to_json
 
 GRACE_SECONDS = 5
 WATCH_SECONDS = 2  # after which we look why a pod is not ready
@@ -38,31 +38,6 @@ SIZE = re.compile(r"(\d+)([bkmg]?)")
 NO_IMAGE = ("ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff", "InvalidImageName")
 NO_START = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError",
             "CrashLoopBackOff")
-
-ROLE = """\
-# What sandbox needs in a namespace. Give it with: kubectl apply -f FILE, and to a person with
-#   kubectl create rolebinding sandbox --role sandbox --user NAME{namespace}
-apiVersion: rbac.authorization.k8s.io/v1
-kind: Role
-metadata:
-  name: sandbox{metadata}
-rules:
-- apiGroups: [""]
-  resources: [pods, configmaps]
-  verbs: [get, list, watch, create, patch, delete]
-- apiGroups: [""]
-  resources: [persistentvolumeclaims]
-  verbs: [get, list, create, delete]
-- apiGroups: [""]
-  resources: [pods/exec, pods/portforward]
-  verbs: [get, create]
-- apiGroups: [""]
-  resources: [pods/log]
-  verbs: [get]
-- apiGroups: [""]
-  resources: [events]
-  verbs: [list]
-"""
 
 
 @sandbox.once
@@ -82,8 +57,7 @@ class Kubectl(Engine):
                    "couldn't get current server api", "context was not found",
                    "connection refused", "i/o timeout", "no such host"),
     }
-    helpers: Mapping[str, str] = {"kubectl": "kubernetes-client"}
-    missing = ()
+    helpers: Mapping[str, str] = {"crun": "crun"}
     hints = {
         "context": "kubectl config get-contexts lists those that there are",
         "no node has the image": "push it where the cluster pulls from and say it with --in and "
@@ -187,8 +161,9 @@ class Kubectl(Engine):
         pod = pod_of(f"{valid(name, 40)}-{session}", image, command, mounts_of(binds, volumes),
                      capabilities, limits)
         container = pod["spec"]["containers"][0]
-        container |= {"workingDir": workdir, "env": [
-            {"name": key, "value": value} for key, _, value in (item.partition("=") for item in env)]}
+        pairs = (item.partition("=") for item in env)
+        container |= {"workingDir": workdir,
+                      "env": [{"name": key, "value": value} for key, _, value in pairs]}
         pod["spec"] |= {"hostname": valid(name, 63), "initContainers": [
             first_container(container, mount) for mount in container["volumeMounts"]
             if mount["mountPath"] == sandbox.CONTAINER_HOME]}
@@ -252,10 +227,8 @@ class Kubectl(Engine):
         return ["kubernetes-client" if sandbox.program("apt-get") else "kubectl"]
 
     def role(self) -> str:
-        words = dict(zip(self.client, self.client[1:], strict=False))
-        namespace = words.get("--namespace", "")
-        return ROLE.format(namespace=f" --namespace {namespace}" if namespace else "",
-                           metadata=f"\n  namespace: {namespace}" if namespace else "")
+        given = dict(zip(self.client, self.client[1:], strict=False)).get("--namespace", "default")
+        return sandbox.asset("session/role.yaml").decode().replace("NAMESPACE", given)
 
 
 # --- Objects ---
@@ -272,7 +245,8 @@ def digest(text: str) -> str:
 
 def record_name(name: str) -> str:
     """The name of a session's ConfigMap: each has one of its own."""
-    return f"sandbox-{name}" if valid(name, 60) == name else f"sandbox-{valid(name, 40)}.{digest(name)}"
+    same = valid(name, 60) == name
+    return f"sandbox-{name if same else f'{valid(name, 40)}.{digest(name)}'}"
 
 
 def label_of(value: str) -> str:
@@ -311,11 +285,9 @@ def state_of(pod: Mapping[str, Any] | None) -> tuple[str, int]:
         return "removing", 0
     if status.get("phase") != "Running":
         return "created", 0
-    ready = next((one for one in status.get("conditions", ()) if one["type"] == "Ready"), {})
-    lost = status.get("reason") == "NodeLost" or (
-        ready.get("status") != "True" and any("running" in container.get("state", {})
-                                              for container in status["containerStatuses"]))
-    return "lost" if lost else "running", 0
+    # Who says whether it is ready is its node, and of a node that is not heard, the cluster.
+    ready = [one["status"] for one in status.get("conditions", ()) if one["type"] == "Ready"]
+    return "running" if ready == ["True"] else "lost", 0
 
 
 def mounts_of(binds: Iterable[tuple[str, str, str]],
@@ -340,7 +312,7 @@ def pod_of(name: str, image: str, command: Sequence[str], mounts: Sequence[tuple
            capabilities: Sequence[str], limits: Mapping[str, Any]) -> dict[str, Any]:
     """A pod with one container of root's, contained as an engine on one machine would."""
     given = {"cpu": limits.get("cpus"), "memory": limits.get("memory")}
-    claims = list(dict.fromkeys(claim for claim, _, _ in mounts))
+    claims = dict.fromkeys(claim for claim, _, _ in mounts)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {
         "restartPolicy": "Never", "automountServiceAccountToken": False,
         "enableServiceLinks": False, "terminationGracePeriodSeconds": GRACE_SECONDS,
@@ -446,14 +418,14 @@ def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
 def node_of(engine: Engine, claims: Sequence[str]) -> str:
     """The node of a pod that uses one of some claims."""
     pods = sandbox.parse_json(engine.ask([*engine.client, "get", "pods", "-o", "json"]))["items"]
-    return next((pod["spec"].get("nodeName", "") for pod in pods if state_of(pod)[0] == "running"
-                 and uses(pod).intersection(claims)), "")
+    return next((str(pod["spec"].get("nodeName", "")) for pod in pods
+                 if state_of(pod)[0] == "running" and uses(pod).intersection(claims)), "")
 
 
 def uses(pod: Mapping[str, Any]) -> set[str]:
     """The claims of a pod."""
-    return {volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"].get("volumes", ())
-            if "persistentVolumeClaim" in volume}
+    claims = (volume.get("persistentVolumeClaim") for volume in pod["spec"].get("volumes", ()))
+    return {claim["claimName"] for claim in claims if claim}
 
 
 def wait_ready(engine: Engine, name: str) -> None:
@@ -481,10 +453,10 @@ def problem_of(pod: Mapping[str, Any], early: bool) -> str:
     """Why a pod will not run as it is, '' where it still may."""
     status = pod["status"]
     if status.get("phase") in ("Succeeded", "Failed"):
-        return "the pod has ended as soon as it was started " + status.get("message", "")
+        return f"the pod has ended as soon as it was started {status.get('message', '')}"
     for container in (*status.get("initContainerStatuses", ()),
                       *status.get("containerStatuses", ())):
-        waiting = container.get("state", {}).get("waiting", {})
+        waiting: dict[str, str] = container.get("state", {}).get("waiting", {})
         reason, message = waiting.get("reason"), waiting.get("message", "")
         if reason in NO_IMAGE:
             return f"no node has the image {container['image']}, nor can it be pulled: {message}"
@@ -499,7 +471,11 @@ def problem_of(pod: Mapping[str, Any], early: bool) -> str:
 def begin(engine: Engine, *names: str) -> None:
     for name in names:
         record, pod = find(engine, name)
-        if pod and state_of(pod)[0] == "running":
+        state = state_of(pod)[0] if pod else ""
+        if pod and state == "lost":
+            raise lost(engine, pod)
+        if pod and state in ("running", "created"):  # another run may be starting it
+            wait_ready(engine, pod["metadata"]["name"])
             continue
         if pod:
             end(engine, pod)
@@ -522,13 +498,14 @@ def end(engine: Engine, pod: Mapping[str, Any]) -> None:
     name = pod["metadata"]["name"]
     status, _, err = kubectl(engine, "delete", "pod", name, "--ignore-not-found",
                              f"--grace-period={GRACE_SECONDS}", "--timeout=60s")
-    if status and "timed out" in err:
-        node = pod["spec"].get("nodeName", "")
-        raise SandboxError(
-            f"the node {node} does not say that the pod {name} has ended. If it is gone for good: "
-            + sandbox.quote_all([*engine.client, "delete", "pod", name, "--force"]))
     if status:
-        raise SandboxError(err.strip())
+        raise lost(engine, pod) if "timed out" in err else SandboxError(err.strip())
+
+
+def lost(engine: Engine, pod: Mapping[str, Any]) -> SandboxError:
+    argv = [*engine.client, "delete", "pod", pod["metadata"]["name"], "--force"]
+    return SandboxError(f"its node {pod['spec'].get('nodeName', '')} does not answer. If that is "
+                        f"gone for good: {sandbox.quote_all(argv)}")
 
 
 def remove(engine: Engine, *names: str) -> None:
@@ -537,9 +514,8 @@ def remove(engine: Engine, *names: str) -> None:
         try:
             record, pod = find(engine, name)
         except SandboxError:
-            status, out, err = kubectl(engine, "get", "pod", name.removeprefix("pod/"), "-o", "json")
-            if status:
-                raise SandboxError(err.strip()) from None
+            out = engine.ask([*engine.client, "get", "pod", name.removeprefix("pod/"),
+                              "-o", "json"])
             record, pod = {}, sandbox.parse_json(out)
         if pod:
             try:

@@ -85,9 +85,9 @@ class Stream:
 
 def header(names: list[str], mark: str) -> bytes:
     """The variables as a script, and the line that ends it."""
-    pairs = [name.partition("=") for name in names]
-    values = [(name, value if equals else os.environ.get(name, "")) for name, equals, value in pairs]
-    lines = [f"export {name}='" + value.replace("'", "'\\''") + "'\n" for name, value in values]
+    pairs = [(*name.partition("="), os.environ.get(name, "")) for name in names]
+    lines = ["export " + name + "='" + (value if equals else own).replace("'", "'\\''") + "'\n"
+             for name, equals, value, own in pairs]
     return os.fsencode("".join([*lines, mark, "\n"]))
 
 
