@@ -59,7 +59,7 @@ class Kubectl(Engine):
     }
     helpers: Mapping[str, str] = {"crun": "crun"}
     hints = {
-        "context": "kubectl config get-contexts lists those that there are",
+        "error: context": "kubectl config get-contexts lists those that there are",
         "no node has the image": "push it where the cluster pulls from and say it with --in and "
                                  "--iv, or load it on every node",
         "podsecurity": "sessions need root in a container and what the standard baseline allows; "
@@ -67,7 +67,7 @@ class Kubectl(Engine):
         "unable to admit pod": "sessions need root in a container and what the standard baseline "
                                "allows; an administrator says so in a policy",
         "exceeded quota": "remove a session, or ask for a larger quota",
-        "is forbidden: user": "an administrator grants what sandbox doctor --role prints",
+        "is forbidden: user": "an administrator grants what sandbox doctor --on HOST --role prints",
         "insufficient": "give it less (--memory, --cpus), or remove a session",
         "persistentvolumeclaim": "the cluster needs a default storage class: kubectl get sc",
         "namespaces": "kubectl get namespaces lists those that there are",
@@ -362,7 +362,7 @@ def carry_out(client: str, verb: str, *words: str) -> int:
         return VERBS[verb](Kubectl(host, argv), *words) or 0
     except SandboxError as error:
         print(error.message, file=sys.stderr)
-        return 1
+        return 125
 
 
 def kubectl(engine: Engine, *words: str, given: object = None,
