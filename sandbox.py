@@ -1815,7 +1815,7 @@ class Engine:
         return [*self.client, "cp", f"{self.bare(name)}:{path}", "-"]
 
     def role(self) -> str:
-        """What an administrator is to grant, as text for the engine's own client; '' for nothing."""
+        """What an administrator is to grant, for the client of the engine; "" for nothing."""
         return ""
 
     # -- images --
