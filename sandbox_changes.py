@@ -881,14 +881,14 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     counts = out.split()
     if len(counts) == 2 and all(count.isdecimal() and len(count) < 10 for count in counts):
         found["count"], found["more"] = map(int, counts)
+    if found["count"] and not (status or dry or problem or engine.shares_files):
+        status, err = sandbox_travel.fetch_commits(asked("2"), common, branch)
     if status == DIVERGED_STATUS:
         found["problem"] = f"the branch {branch} has other commits: rename it (git branch -m)"
     elif status:
         found["problem"] = sandbox.one_line(err.strip())[-500:] or f"git ended with {status}"
     elif found["count"]:
         found["problem"] = problem
-        if not (engine.shares_files or dry or problem):
-            found["problem"] = sandbox_travel.fetch_commits(engine, asked("2"), common, branch)
     return found
 
 
