@@ -1550,6 +1550,11 @@ def place_name(place: str) -> str:
     return "".join(c if is_plain(c, "_.-") else "-" for c in place.rpartition("://")[2])[:60]
 
 
+def ssh_address(address: str) -> str:
+    """An address as ssh takes it: without a path."""
+    return "/".join(address.split("/")[:3])
+
+
 def kept_folder(host: str) -> str:
     return f"@{host}" if host else ""
 
@@ -1613,7 +1618,7 @@ class Engine:
         "volumes": ("volume", "ls", "-q"),  # prints their names
         "remove-volume": ("volume", "rm"),  # without -f: podman would remove its containers
         "commit": ("commit",),  # makes an image of a container, without what is mounted in it
-        "pull": ("pull", "-q"), "remove-image": ("image", "rm"),
+        "pull": ("pull", "-q"), "push": ("push",), "remove-image": ("image", "rm"),
         "import": ("import",),  # takes a tar archive of a root directory and the image's name
     }
 
@@ -1634,6 +1639,10 @@ class Engine:
     def shares_files(self) -> bool:
         """Whether a path is the same file for the engine as for us."""
         return not self.host
+
+    def ssh_words(self) -> list[str]:
+        """How ssh is told to reach its host; [] where the client does so in another way."""
+        return []
 
     @property
     def is_named(self) -> bool:
@@ -1991,6 +2000,11 @@ class Docker(Engine):
                     return str(found["Endpoints"]["docker"]["Host"])
         return ""
 
+    def ssh_words(self) -> list[str]:
+        place = self.client[2] if self.is_named else self.place()
+        address = place if "://" in place else self.endpoint(place)
+        return [ssh_address(address)] if address.startswith("ssh://") else []
+
     def is_rootless(self, fact: str) -> bool:
         return fact == "rootless"
 
@@ -2087,6 +2101,7 @@ class Podman(Engine):
         "storage": ("info", "--format", "{{.Store.GraphRoot}}"),
         "rootless": ("info", "--format", "{{.Host.Security.Rootless}}"),
         "details": ("info", "--format", "json"),
+        "connections": ("system", "connection", "list", "--format", "json"),
     }
 
     def place(self) -> str:
@@ -2094,6 +2109,16 @@ class Podman(Engine):
             return "" if is_here(address) else address
         # On macOS it is the machine, which shares the person's files.
         return os.environ.get("CONTAINER_CONNECTION", "") if sys.platform != "darwin" else ""
+
+    def ssh_words(self) -> list[str]:
+        place = self.client[2] if self.is_named else self.place()
+        address, identity = place, os.environ.get("CONTAINER_SSHKEY", "")
+        if "://" not in place:
+            known = parse_json(self.ask(self.argv("connections")))
+            row = next((row for row in known if row["Name"] == place), {"URI": "", "Identity": ""})
+            address, identity = row["URI"], row["Identity"]
+        words = ["-i", identity] if identity else []
+        return [*words, ssh_address(address)] if address.startswith("ssh://") else []
 
     def is_rootless(self, fact: str) -> bool:
         if fact == "remote":
@@ -2130,6 +2155,8 @@ class Podman(Engine):
         return Created(argv, LONG_SECONDS)
 
     def build_problem(self) -> EngineProblem | None:
+        if self.host:
+            return None
         tables = "nft" if version_numbers(self.version) >= (5,) else "iptables"
         return self.lacks(tables) if os.getuid() == 0 and not program(tables) else None
 
@@ -3363,9 +3390,11 @@ def stop_session(engine: Engine, session: Session) -> None:
 def missing_image(engine: Engine, config: Config) -> EngineProblem:
     version = config.get("imageVersion")
     name = [] if config.get("imageName") == IMAGE_NAME else ["--in", config.get("imageName")]
-    remedy = Remedy([["sandbox", "build", "--rt", engine.name, "--iv", version, *name]],
+    where = ["--on", engine.host] if engine.is_named else ["--rt", engine.name]
+    remedy = Remedy([["sandbox", "build", *where, "--iv", version, *name]],
                     lambda: build_image(engine, config))
-    return EngineProblem("image", f"{engine.name} has no image {config.image}", remedy)
+    place = engine.host or engine.name
+    return EngineProblem("image", f"{place} has no image {config.image}", remedy)
 
 
 def check_agent(engine: Engine, config: Config) -> None:
@@ -5449,7 +5478,7 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
 
 def build_failure(engine: Engine) -> SandboxError | None:
     """What has ended a build, where this machine shows it."""
-    root = Output(engine.argv("storage")).result()[1].strip()
+    root = "" if engine.host else Output(engine.argv("storage")).result()[1].strip()
     with suppress(OSError):  # it may be another machine's
         stat = os.statvfs(root)
         if stat.f_bavail * stat.f_frsize < FULL_BYTES:
@@ -5635,7 +5664,8 @@ def cmd_run(args: argparse.Namespace) -> int:
         if (not request.looked and request.session
                 and put_rules(request.engines[0], request.session, request, False)):
             try:
-                return converse(request, request.engines[0], request.session)
+                with ports_here(request, request.engines[0], request.session):
+                    return converse(request, request.engines[0], request.session)
             except NotBegun as error:
                 if not error.sure:
                     try:
@@ -5656,12 +5686,22 @@ def cmd_run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
     try:
-        return converse(request, engine, session)
+        with ports_here(request, engine, session):
+            return converse(request, engine, session)
     finally:
         if (args.rm_on_exit and may_remove(engine, session, request.tags)
                 and may_lose(engine, session)):
             with suppress(Changed):
                 remove_session(engine, session)
+
+
+def ports_here(request: RunRequest, engine: Engine, session: Session) -> Any:
+    """Have the ports of a session on another machine reach this one, until it is left."""
+    if not engine.host:
+        return suppress()
+    import sandbox_hosts
+
+    return sandbox_hosts.Ports(engine, session, brief=request.args.background)
 
 
 def converse(request: RunRequest, engine: Engine, session: Session) -> int:
@@ -5762,7 +5802,7 @@ def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
     (_, kept), known, flags = session.created(), session.variables(), flags_layer(request.args)
     words = ["sandbox", "run", "-n", session.name]
     profile, default = request.config.profile, load_config().get("runtime")
-    if engine.name != (default or next(filter(program, ENGINES), "")):
+    if not engine.host and engine.name != (default or next(filter(program, ENGINES), "")):
         words += ["--rt", engine.name]
     words += ["-r", profile] if profile not in ("", session.profile) else []
     words += each("--ef", (path for path in flags.values.get("envFile", ())
@@ -6389,8 +6429,14 @@ def cmd_build(args: argparse.Namespace) -> int:
                  if item.startswith("TOOL=")]
         args.imageVersion, _ = split_build_version(args.imageVersion, tools[-1] if tools else "")
     config = load_config(flags_layer(args), args.profile)
+    if args.push and config.image.startswith("localhost/"):
+        raise SandboxError(f"{config.image} has no registry in its name",
+                           "name one: --in REGISTRY/NAME", 2)
     with_remedies(lambda: build_image(pick_engine(candidates(config))[0], config,
                                       args.update_agents), args.yes)
+    if args.push:
+        engine = pick_engine(candidates(config))[0]
+        return call(engine.argv("push", config.image))
     return 0
 
 
@@ -6491,7 +6537,13 @@ def diagnose_all(flags: Layer) -> list[Check]:
     configuration = check_config()
     config = load_config(flags, data={} if configuration.status == "fail" else None)
     checks, engine = check_engine(config)
-    return [*checks, *(check_image(engine, config) if engine else []), check_disk(), configuration]
+    image = check_image(engine, config) if engine else []
+    if engine and engine.host:
+        import sandbox_hosts
+
+        return [*checks, *image, *sandbox_hosts.check_there(engine, config), configuration]
+    there = config.get("host")
+    return [*checks, *image, *([] if there else [check_disk()]), configuration]
 
 
 def cmd_doctor(args: argparse.Namespace) -> int:
@@ -6655,6 +6707,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "json": ("--json", FLAG | {"help": "print JSON"}),
     "quiet": ("-q --quiet", FLAG | {"help": "print names only"}),
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
+    "push": ("--push", FLAG | {"help": "give it to the registry in its name"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
     "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it, or "
@@ -6947,7 +7000,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "budget": ("show or change what agents may use", "session amount",
                partial(cmd_keys, "budget")),
     "prune": ("remove what a crash or a power cut has left", "dry_run copies", cmd_prune),
-    "build": ("build the image", "update_agents profile yes verbose", cmd_build),
+    "build": ("build the image", "update_agents push profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",
                f"what {RUN_OPTIONS} reveal", cmd_config),
     "doctor": ("check what a run needs, and mend it", "json fix yes verbose", cmd_doctor),

@@ -24,9 +24,10 @@ All that it uses of sandbox.py (a test compares this list with the code):
         read_settings write_settings lock_settings lock_homes AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_everywhere lost_row create_session recreation
-        check_recreation recreate_session start_session stop_session remove_session users_of recall has_ended
-        forget_files generated_name spec_of check_spec check_mounts differences git_of
-        check_removed check_stopped KILLED rename_session duplicate_home settings_beside
+        check_recreation recreate_session start_session stop_session remove_session users_of
+        recall has_ended forget_files generated_name spec_of check_spec check_mounts
+        differences git_of check_removed check_stopped KILLED rename_session duplicate_home
+        settings_beside
     network: network_of set_rules change_rules decision_of kept_decisions give_keys
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
         wanted_turn
