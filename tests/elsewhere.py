@@ -90,7 +90,8 @@ class Elsewhere:
         wait_for(lambda: self.machine.run("test", "-S", path).returncode == 0)
         Path(self.environ["CONTAINERS_CONF"]).write_text(
             "[engine]\n[engine.service_destinations.lab]\n"
-            f'uri = "ssh://{USER}@127.0.0.1:{self.port}{path}"\nidentity = "{self.folder}/key"\n')
+            f'uri = "ssh://{USER}@127.0.0.1:{self.port}{path}"\nidentity = "{self.folder}/key"\n'
+            f'[engine.service_destinations.portless]\nuri = "ssh://{USER}@127.0.0.1{path}"\n')
 
     def client(self, *argv: str) -> str:
         """What a client's own command printed, that must succeed."""

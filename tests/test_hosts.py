@@ -44,17 +44,17 @@ def kept(home: Path, name: str) -> list[str]:
 def test_a_session_on_a_host(there: Elsewhere, home: Path, name: str, host: str) -> None:
     """Everything that is done with a session, by its name and host."""
     full = f"{name}@{host}"
-    made = there.sandbox("run", "-r", host, "-n", name, "-x", "id -u; echo made >made")
+    made = there.sandbox("run", "-r", host, "-n", name, "-x", f"id -u; echo made >{host}")
     assert (made.returncode, made.stdout) == (0, "1234\n" if host == "big" else "0\n"), made.stderr
-    assert there.machine.must("cat", "/srv/project/made") == "made\n"
+    assert there.machine.must("cat", f"/srv/project/{host}") == "made\n"
     for options in (["-n", full], ["--on", host, "-n", name]):
-        again = there.sandbox("run", *options, "-x", "cat made; exit 7")
+        again = there.sandbox("run", *options, "-x", f"cat {host}; exit 7")
         assert (again.returncode, again.stdout) == (7, "made\n"), again.stderr
     (row,) = json.loads(there.sandbox("ps", "--json", "--on", host).stdout)
     assert (row["name"], row["host"], row["state"]) == (full, host, "running")
     assert row in json.loads(there.sandbox("ps", "--json").stdout)
     assert there.sandbox("ps", "-q", "--on", "").stdout.find(name) == -1
-    copied = there.sandbox("cp", f"{full}:made", str(home / "copied"))
+    copied = there.sandbox("cp", f"{full}:{host}", str(home / "copied"))
     assert (home / "copied").read_text() == "made\n", copied.stderr
     for words in (["stop", full], ["start", full], ["recreate", full, "--memory", "200m"],
                   ["rename", full, f"{name}-2"], ["stop", "--on", host, f"{name}-2"]):
@@ -85,8 +85,8 @@ def test_what_is_kept_of_a_session_is_its_hosts(there: Elsewhere, home: Path, na
         made = there.sandbox("run", "-n", name, *options, "-x", "echo $KEPT", env=env)
         assert (made.returncode, made.stdout) == (0, "\n"), made.stderr
         where = f"{name}@big" if not env else name
-        again = there.sandbox("run", "-n", where, "-x", "echo again", env=env)
-        assert (again.stdout, again.stderr) == ("again\n", ""), made.stderr
+        again = there.sandbox("run", "-n", where, *options, "-x", "echo again", env=env)
+        assert (again.stdout, again.stderr) == ("again\n", "")
         removed = there.sandbox("rm", where, env=env)
         assert removed.returncode == 0, removed.stderr
         assert kept(home, name) == before
@@ -159,11 +159,11 @@ def test_a_host_that_does_not_answer_is_one_line(there: Elsewhere, home: Path, n
 def test_a_cut_connection_is_no_end(there: Elsewhere, name: str, engine: Engine) -> None:
     """Also with a plain DOCKER_HOST. What ran goes on."""
     assert there.sandbox("run", "-r", "big", "-n", name, "-x", "true").returncode == 0
-    marks = unique_name()
+    marks = "98701"
     ways: list[tuple[str, dict[str, str]]] = [
         (f"{name}@big", {}), (name, {"DOCKER_HOST": "ssh://root@big"})]
     for full, env in ways:
-        run = engine.popen("run", "-n", full, "-x", f"echo began; exec sleep 9870 {marks}",
+        run = engine.popen("run", "-n", full, "-x", f"echo began; exec sleep {marks}",
                            env=there.environ | env)
         assert run.stdout and run.stdout.readline() == "began\n"
         there.cut()
@@ -171,7 +171,7 @@ def test_a_cut_connection_is_no_end(there: Elsewhere, name: str, engine: Engine)
         assert run.returncode == 125, err
         assert "was cut, and what ran in" in err and "sandbox run -n" in err
         shown = there.sandbox("run", "-n", full, "-x", "ps", env=env)
-        assert "sleep 9870" in shown.stdout, shown.stderr
+        assert f"sleep {marks}" in shown.stdout, shown.stderr
     failed = there.sandbox("run", "-n", f"{name}@big", "-x", "exit 1")
     assert (failed.returncode, failed.stderr) == (1, "")
 
