@@ -803,7 +803,7 @@ KEYS = {key.name: key for key in (
     Key("host", fulfilling(lambda text: not text or is_host(text), "a name of a host"), "--on",
         "HOST", "a host of `hosts`; default: this machine",
         of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
-           "build doctor serve usage budget"),
+           "build doctor serve usage budget", variable="SANDBOX_HOST", above_file=True),
     Key("hosts", some_hosts, own=True),
 )}
 
@@ -2271,9 +2271,10 @@ def config_of(args: argparse.Namespace | None = None) -> Config:
         return load_config(flags)
     except SandboxError as error:
         kept: dict[str, Any] = {}
-        for key in ("runtime", "host", "hosts"):  # with a mistake elsewhere these still count
+        for key in KEYS.values():  # with a mistake elsewhere, what says where still counts
             with suppress(SandboxError, KeyError):
-                kept |= Layer({key: read_config()[key]}, "file").values
+                if key.above_file or key.own:
+                    kept |= Layer({key.name: read_config()[key.name]}, "file").values
         config = load_config(flags, data=kept)
         say(error.message)
         return config
@@ -2639,6 +2640,10 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
     if "sandbox.proxy" in session.labels:
         raise NotASession(f"{name} is the proxy of the session {session.labels['sandbox.proxy']}",
                           "name the session, not its proxy", 125)
+    if engine.host and not recall([engine], name):
+        import sandbox_hosts
+
+        sandbox_hosts.take_over(engine, session)
     remember(engine, session)
     return engine, session
 
@@ -6942,6 +6947,8 @@ def complete(words: Sequence[str]) -> list[str]:
         return list(SHORTCUTS)
     if before in KEYS["runtime"].flags:
         return list(ENGINES)
+    if before in KEYS["host"].flags:
+        return list(config_of().get("hosts") or ())
     if before in ("-r", "--run"):
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
@@ -6949,12 +6956,12 @@ def complete(words: Sequence[str]) -> list[str]:
     given = plain_words(parser, words[1:-1])
     named = command in NAMED_ALONE or len(given) == NAMED_AT.get(command)
     if name or before == "--from" or named and not words[-1].startswith("-"):
-        return [row["name"] for row in list_sessions(engines_of())]
+        return [row["name"] for row in list_everywhere(config_of())[0]]
     if command in ("attach", "logs") and len(given) == 1 and not words[-1].startswith("-"):
         jobs = [job["id"] for job in read_jobs(given[0])] if command == "logs" else []
         return [*recorded_terminals(given[0], ended=True), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
-        return [f"{row['name']}:" for row in list_sessions(engines_of())]
+        return [f"{row['name']}:" for row in list_everywhere(config_of())[0]]
     if command in ("diff", "undo") and given and not words[-1].startswith("-"):
         return []
     for action in parser._actions:

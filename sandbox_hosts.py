@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import sandbox
@@ -225,3 +226,20 @@ def check_cut(engine: Engine, session: Session, tag: str, held: bool = False) ->
     if out.strip() == tag and not held:
         raise SandboxError(f"{cut}, and what ran in {session.name} goes on; its output is lost",
                            f"to look at it: {again}", 125)
+
+
+def take_over(engine: Engine, session: Session) -> None:
+    """Take what an earlier version has kept of a session by its name alone."""
+    bare = engine.bare(session.name)
+    note = os.path.join(sandbox.sandbox_home(), "known", f"{engine.name}-{bare}.json")
+    try:
+        if sandbox.read_json(note)["id"] != session.id:
+            return
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    moved = [(path_of(bare), path_of(session.name)) for path_of in
+             (sandbox.jobs_path, sandbox.terminals_path, sandbox.settings_path)]
+    for old, new in [*moved, (note, sandbox.memory_path(engine, session.name))]:
+        with suppress(OSError):
+            sandbox.make_private(os.path.dirname(new))
+            os.rename(old, new)

@@ -1117,7 +1117,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, host=str, **{"keys": object},
+                  image=str, **{"keys": object}, **dict.fromkeys(["host"], str),
                   **dict.fromkeys(["workspace", *SETTINGS], object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
@@ -3437,6 +3437,8 @@ def serve(args: argparse.Namespace) -> int:
     if args.runtime:
         # Every configuration that is read from now on has it.
         os.environ["SANDBOX_RUNTIME"] = args.runtime
+    if args.host is not None:
+        os.environ["SANDBOX_HOST"] = args.host
     tls = tls_context(args)
     sandbox.with_remedies(import_websockets, args.yes)
     if not is_loopback(address[0]) and not tls:

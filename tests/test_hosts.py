@@ -90,6 +90,16 @@ def test_what_is_kept_of_a_session_is_its_hosts(there: Elsewhere, home: Path, na
         removed = there.sandbox("rm", where, env=env)
         assert removed.returncode == 0, removed.stderr
         assert kept(home, name) == before
+    # An earlier version has kept by its name what is of the session elsewhere.
+    there.sandbox("run", "-n", name, *options, "-x", "true", env=env)
+    for folder, file in (("known", f"docker-{name}.json"), ("sessions", f"{name}.json")):
+        (home / folder / file).rename(home / f"here-{folder}")
+    (home / "@big" / "known" / f"docker-{name}.json").rename(home / "known" / f"docker-{name}.json")
+    (home / "sessions" / f"{name}.json").write_text('{"env": {"KEPT": "there"}}')
+    moved = there.sandbox("run", "-n", name, *options, "-x", "echo $KEPT", env=env)
+    assert (moved.stdout, kept(home / "known", name)) == ("there\n", []), moved.stderr
+    for folder, file in (("known", f"docker-{name}.json"), ("sessions", f"{name}.json")):
+        (home / f"here-{folder}").rename(home / folder / file)
     here = there.sandbox("run", "-n", name, "--rt", "docker", "-x", "echo $KEPT")
     assert (here.stdout, here.stderr) == ("1\n", "")
 
