@@ -1038,11 +1038,12 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
-          fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
+          fds: Mapping[int, int] | None = None, own_group: bool = False,
+          stop: Callable[[int], object] | None = None) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
-    the child is ended first: nobody else knows its pid yet.
+    `stop` ends the child first, or waits for it: nobody else knows its pid yet.
     """
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
@@ -1061,7 +1062,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if pid:
-            terminate(pid)
+            (stop or terminate)(pid)
         raise
 
 
@@ -1129,15 +1130,20 @@ class Output:
     """
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
-                 env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
-        """`seconds` from now it must have ended."""
-        self.argv, self.seconds = argv, seconds
+                 env: Mapping[str, str] | None = None, stdin: bytes = b"",
+                 changes: bool = False) -> None:
+        """`seconds` from now it must have ended. Of a call that `changes` what there is a Ctrl-C
+        waits for the end: a daemon would go on without its client, and what it makes after we have
+        looked what to remove would stay.
+        """
+        self.argv, self.seconds, self.changes = argv, seconds, changes
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
         given = file_of(stdin)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads,
+                             stop=wait_for if changes else None)
         except BaseException:
             self.close(self.out, self.err)
             raise
@@ -1161,7 +1167,11 @@ class Output:
             self.collect(chunks, limit_bytes)
             status = self.wait()
         except BaseException as error:
-            self.end(9 if isinstance(error, EngineProblem) else 15)
+            late = isinstance(error, EngineProblem)
+            if self.changes and not late:
+                wait_for(self.pid)
+            else:
+                self.end(9 if late else 15)
             raise
         finally:
             self.close(*chunks)
@@ -1585,9 +1595,9 @@ class Engine:
         """
         return [self.name, *self.calls[call], *names]
 
-    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> str:
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, changes: bool = False) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = Output(argv, seconds).result()
+        status, out, err = Output(argv, seconds, changes=changes).result()
         if status:
             raise self.failure(err)
         return out
@@ -1700,7 +1710,7 @@ class Engine:
 
     def create(self, argv: Sequence[str]) -> Output:
         """The creation of a container, begun."""
-        return Output(argv, LONG_SECONDS)
+        return Output(argv, LONG_SECONDS, changes=True)
 
     # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
     detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
@@ -2002,7 +2012,7 @@ class Podman(Engine):
                  "labels": row["Labels"]} for row in parse_json(out or "[]")]
 
     def create(self, argv: Sequence[str]) -> Output:
-        return Created(argv, LONG_SECONDS)
+        return Created(argv, LONG_SECONDS, changes=True)
 
     def build_problem(self) -> EngineProblem | None:
         tables = "nft" if version_numbers(self.version) >= (5,) else "iptables"
@@ -2925,7 +2935,7 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
     look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
-        engine.ask(engine.argv("rename", session.id, aside))
+        engine.ask(engine.argv("rename", session.id, aside), changes=True)
         if not session.home:
             copy_home(engine, session, home)
         renew_home(engine, home, before, image, left_places(session, spec))
