@@ -2465,22 +2465,35 @@ def memory_path(engine: Engine, name: str) -> str:
 
 
 def making_path(session: Session) -> str:
-    """A file that is there while we make a container with these labels, or have printed how."""
+    """A file that is there while we make a container with these labels, or have printed how. It
+    holds the settings of a new session, or nothing.
+    """
     id = session.labels.get("sandbox.session", "")
     return os.path.join(sandbox_home(), "making", id if is_plain(id, "") and id else "-")
 
 
-def note_making(session: Session) -> None:
+def note_making(session: Session, settings: Mapping[str, Any] | None = None) -> None:
+    text = "" if settings is None else to_json(settings)
     for _ in range(3):  # another's end may take the folder that we have just made
         with suppress(OSError):
             make_private(os.path.dirname(making_path(session)))
-            return os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
+            fd = os.open(making_path(session), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(fd, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+            return
 
 
 def forget_making(session: Session) -> None:
     with suppress(OSError):
         os.unlink(making_path(session))
         os.rmdir(os.path.dirname(making_path(session)))
+
+
+def begin_settings(session: Session, settings: Mapping[str, Any]) -> None:
+    """Give a new session its settings; what has its name in our folders is of an earlier one."""
+    forget_files(session.name)
+    if settings:
+        write_settings(session.name, settings)
 
 
 def remember(engine: Engine, session: Session) -> None:
@@ -2491,6 +2504,8 @@ def remember(engine: Engine, session: Session) -> None:
     known = recall([engine], session.name)
     if making := os.path.exists(making_path(session)):
         session.ours = session.id
+        with suppress(OSError, ValueError, FileError):  # for who made it and was killed
+            begin_settings(session, read_json(making_path(session)))
     if known:
         session.ours = session.ours or known[1].ours
         if not making and (known[1].id, known[1].process) == (session.id, session.process):
@@ -2787,12 +2802,12 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
                    spec: Mapping[str, Any], home: str = "",
                    source: Session | None = None,
                    turn: Callable[[Engine, Session], Turn | None] = lambda *_: None,
-                   ) -> tuple[Engine, Session]:
+                   settings: Mapping[str, Any] | None = None) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
     `spec` is spec_of(config) as it was checked, `home` a volume that is there, as is its copy but
-    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. Raises
-    SandboxError.
+    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. A new session
+    gets these `settings`; without any it has those of its name. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
@@ -2800,9 +2815,9 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     session = Session(name, "running", labels)
     make_worktree_config(spec)
     make_protected(spec)
-    status, begun, new = 1, None, bool(source or not home)
+    status, begun, new, done = 1, None, bool(source or not home), False
     try:
-        note_making(session)
+        note_making(session, settings)
         if session.copy and new:
             import sandbox_changes
 
@@ -2821,15 +2836,19 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             status = made if given else 1
         if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
+        if not status:  # only now is the name ours
+            session.id = session.ours = out.strip()
+            if settings is not None:
+                begin_settings(session, settings)
+                note_making(session)  # without what it has by now
+            remember(engine, session)
+            done = True
     finally:
-        if status:
+        if not done:
             if begun:
                 begun.drop()
             remove_leftover(engine, session, new)
             forget_making(session)
-        else:
-            session.id = session.ours = out.strip()
-            remember(engine, session)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -5305,10 +5324,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
             home = home_for(request)
             engine, session = create_session(request.engines, request.name, request.config,
                                              request.kept, request.spec, home, request.source,
-                                             request.start_turn)
-        forget_files(session.name)  # an earlier session's
-        if request.source:
-            write_settings(session.name, request.settings)
+                                             request.start_turn,
+                                             request.settings if request.source else {})
         keep_budget(session, request.flags)
         request.fresh = True
         return engine, session

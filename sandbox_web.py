@@ -25,7 +25,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
         recreate_session start_session stop_session remove_session users_of recall has_ended
-        forget_files generated_name spec_of check_spec check_mounts differences git_of
+        generated_name spec_of check_spec check_mounts differences git_of
         check_removed check_stopped KILLED rename_session duplicate_home settings_beside
     network: network_of set_rules change_rules decision_of kept_decisions give_keys
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
@@ -1143,14 +1143,8 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with sandbox.lock_homes():
         if source:
             home = sandbox.duplicate_home(engines[0], source, config, spec)
-        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source)
-    # Only now is the name ours; what has it in its folders is of an earlier session.
-    sandbox.forget_files(name)
-    try:
-        sandbox.write_settings(name, settings)
-    except BaseException:
-        sandbox.remove_session(engine, session)
-        raise
+        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source,
+                                                 settings=settings)
     return finish_start(app, engine, session, 201)
 
 
