@@ -2945,9 +2945,6 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
     place = source_of(session.created()[0])
-    if session.copy and place != spec["sources"][0]:
-        raise SandboxError(f"{session.name} works on a copy of {place}, for good",
-                           "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
