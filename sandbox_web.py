@@ -163,7 +163,8 @@ def as_web_error(error: Exception) -> WebError:
     if isinstance(error, SandboxError):
         code = {2: "bad_request", 125: "engine_failed"}.get(error.code, "failed")
         # What a shadow has refused, see sandbox_changes.py.
-        code = {"missing": "not_found", "nothing": "conflict"}.get(getattr(error, "kind", ""), code)
+        kinds = {"missing": "not_found", "nothing": "conflict", "large": "too_large"}
+        code = kinds.get(getattr(error, "kind", ""), code)
         if isinstance(error, EngineProblem):
             code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
         elif isinstance(error, sandbox.BrokenSession | sandbox.Changed):
@@ -1924,8 +1925,6 @@ class Changes:
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
         request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
                    **request}
-        if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
-            raise WebError("too_large", "these are too many paths", "name directories")
         return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
                                                          tree != "main"))
 
@@ -1992,9 +1991,6 @@ def post_merge(app: App, request: Request, params: Params) -> Answer:
 
     dry = fields(request.json(), dry=bool).get("dry", False)
     engine, session = find(params["session"])
-    if not session.copy:
-        raise WebError("conflict", f"{session.name} works on the directory itself",
-                       "nothing is to merge")
     with app.changes.alone(session):
         return changes_answer(merge_copy(engine, session, dry))
 
