@@ -29,12 +29,6 @@ WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPON
              "WebSocket connection to")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
 @pytest.fixture
 def page(browser: Browser, service: Service) -> Iterator[Page]:
     with watched(browser, service) as page:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import DESKTOP, PHONE, Browser, Page, chromium
+from browser import DESKTOP, PHONE, Browser, Page
 from conftest import write_config
 from fuzz import NASTY, written
 from service import Service
@@ -23,12 +23,6 @@ pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope=
 LINES = 5000
 BODY = "document.querySelector('.change .files')"
 ACT = ".change-head button:last-child"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture
