@@ -1276,10 +1276,15 @@ def settings_answer(session: Session) -> Answer:
     settings = sandbox.read_settings(session.name)
     config = sandbox.session_config(session, settings)
     without = sandbox.session_config(session, {})
-    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
+    hidden = hidden_keys(session, config)
+    shown = {key: settings.get(key) for key in SETTINGS}
+    if shown["env"]:
+        shown["env"] = {name: None if name in hidden else value
+                        for name, value in shown["env"].items()}
+    return json_answer({"settings": shown,
                         "effective": in_force(session, config, settings),
                         "configured": in_force(session, without, {}),
-                        "hiddenKeys": hidden_keys(session, config),
+                        "hiddenKeys": hidden,
                         "recreate": recreate_lines(session, config)})
 
 
@@ -1377,6 +1382,10 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     """
     fields(changes, **dict.fromkeys(SETTINGS, object))
     given = {key: value for key, value in changes.items() if value is not None}
+    if isinstance(env := given.get("env"), dict):  # a value that is not shown stays
+        had = old.get("env", {})
+        given["env"] = {name: had.get(name) if value is None else value
+                        for name, value in env.items()}
     # An empty template means no AGENT mode, where null would mean the default.
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
     values = {key: value for key, value in given.items() if key not in none}

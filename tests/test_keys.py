@@ -455,8 +455,17 @@ def test_the_web_service_gives_them_too_and_shows_names_alone(engine: Engine, se
     assert (made.status, made.json["keys"], made.json["network"]) == (201, "hidden", "open")
     service.post(f"/api/sessions/{name}/settings", {"env": {"GROQ_API_KEY": "real-key",
                                                             "PLAIN": "1"}}, method="PUT")
-    settings = service.get(f"/api/sessions/{name}/settings").json
-    assert settings["hiddenKeys"] == ["GROQ_API_KEY"]
+    settings = service.get(f"/api/sessions/{name}/settings")
+    assert settings.json["hiddenKeys"] == ["GROQ_API_KEY"] and b"real-key" not in settings.body
+    env = settings.json["settings"]["env"]
+    assert env == {"GROQ_API_KEY": None, "PLAIN": "1"}
+    kept = service.post(f"/api/sessions/{name}/settings", {"env": {**env, "PLAIN": "2"}},
+                        method="PUT")
+    assert kept.json["settings"]["env"] == {"GROQ_API_KEY": None, "PLAIN": "2"}
+    stored = json.loads((engine.home / "sessions" / f"{name}.json").read_text())
+    assert stored["env"] == {"GROQ_API_KEY": "real-key", "PLAIN": "2"}
+    unknown = service.post(f"/api/sessions/{name}/settings", {"env": {"OTHER": None}}, method="PUT")
+    assert unknown.status == 400
     proxy = proxy_of(engine, name)
     assert engine.run("restart", "-t", "1", proxy).returncode == 0
     job = service.post(f"/api/sessions/{name}/command", {"command": "echo [$GROQ_API_KEY]"}).json
