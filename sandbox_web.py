@@ -47,6 +47,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import math
 import mmap
 import os
 import re
@@ -642,6 +643,9 @@ class App(ThreadingHTTPServer):
                                tls is not None, config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.news, self.changes = News(), Changes()
+        # What all sessions have used, and when that was read.
+        self.usage: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
+        self.usage_lock = threading.Lock()
         self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
@@ -1267,10 +1271,15 @@ def settings_answer(session: Session) -> Answer:
     settings = sandbox.read_settings(session.name)
     config = sandbox.session_config(session, settings)
     without = sandbox.session_config(session, {})
-    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
+    hidden = hidden_keys(session, config)
+    shown = {key: settings.get(key) for key in SETTINGS}
+    if shown["env"]:
+        shown["env"] = {name: None if name in hidden else value
+                        for name, value in shown["env"].items()}
+    return json_answer({"settings": shown,
                         "effective": in_force(session, config, settings),
                         "configured": in_force(session, without, {}),
-                        "hiddenKeys": hidden_keys(session, config),
+                        "hiddenKeys": hidden,
                         "recreate": recreate_lines(session, config)})
 
 
@@ -1283,15 +1292,54 @@ def hidden_keys(session: Session, config: Config) -> list[str]:
     return sandbox_keys.names(config)
 
 
-def get_usage(_app: App, _request: Request, params: Params) -> Answer:
-    """What a session has used of its models, by day, its budget, and what of that is spent."""
-    import sandbox_keys
-
-    engine, session = find(params["session"])
+def find_hidden(name: str) -> tuple[Engine, Session]:
+    """A session whose keys are hidden. Raises WebError for another."""
+    engine, session = find(name)
     if not session.hides_keys:
         raise WebError("conflict", f"the keys of {session.name} are visible: nothing counts",
                        "create it again with hidden keys")
-    return json_answer(sandbox_keys.used(engine, session))
+    return engine, session
+
+
+def get_usage(_app: App, _request: Request, params: Params) -> Answer:
+    """What a session has used of its models, by day, its budget, and how its broker is."""
+    import sandbox_keys
+
+    engine, session = find_hidden(params["session"])
+    return json_answer({**sandbox_keys.used_by(engine, session),
+                        "broker": sandbox_keys.state_of(engine, session),
+                        "hiddenKeys": hidden_keys(session, sandbox.session_config(session)),
+                        "prices": sandbox_keys.table()["prices"]["date"]})
+
+
+def get_all_usage(app: App, _request: Request, _params: Params) -> Answer:
+    """What all sessions with hidden keys have used. It is given again for a few seconds."""
+    import sandbox_keys
+
+    with app.usage_lock:
+        if time.monotonic() - app.usage[0] > USAGE_SECONDS:
+            engines = sandbox.candidates(sandbox.load_config())
+            entries = sandbox_keys.used(*sandbox_keys.hidden_sessions(engines))
+            app.usage = (time.monotonic(), entries)
+        return json_answer({"sessions": app.usage[1], "day": iso(time.time())[:10],
+                            "prices": sandbox_keys.table()["prices"]["date"]})
+
+
+USAGE_SECONDS = 5
+
+
+def post_budget(app: App, request: Request, params: Params) -> Answer:
+    """Change what agents may use, from the next request on; amounts that are not named stay."""
+    import sandbox_keys
+
+    data = fields(request.json(), budget=object)
+    if "budget" not in data:
+        raise WebError("bad_request", "the budget is missing",
+                       'give budget: such as "10usd", or "" for none')
+    engine, session = find_hidden(params["session"])
+    sandbox_keys.change_budget(engine, session, data["budget"])
+    app.usage = (-math.inf, [])
+    return get_usage(app, request, params)
 
 
 def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -1329,6 +1377,10 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     """
     fields(changes, **dict.fromkeys(SETTINGS, object))
     given = {key: value for key, value in changes.items() if value is not None}
+    if isinstance(env := given.get("env"), dict):  # a value that is not shown stays
+        had = old.get("env", {})
+        given["env"] = {name: had.get(name) if value is None else value
+                        for name, value in env.items()}
     # An empty template means no AGENT mode, where null would mean the default.
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
     values = {key: value for key, value in given.items() if key not in none}
@@ -3215,6 +3267,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/api/profiles", get_profiles),
     ("GET", "/api/directories", get_directories),
     ("GET", "/api/news", get_news),
+    ("GET", "/api/usage", get_all_usage),
     ("GET", "/api/sessions", get_sessions),
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
@@ -3231,6 +3284,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", SESSION + "/network", post_network),
     ("GET", SESSION + "/network/events", get_decisions),
     ("GET", SESSION + "/usage", get_usage),
+    ("POST", SESSION + "/budget", post_budget),
     ("POST", SESSION + "/command", post_command),
     ("POST", SESSION + "/prompt", post_prompt),
     ("GET", SESSION + "/jobs", get_jobs),

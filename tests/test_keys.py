@@ -455,8 +455,17 @@ def test_the_web_service_gives_them_too_and_shows_names_alone(engine: Engine, se
     assert (made.status, made.json["keys"], made.json["network"]) == (201, "hidden", "open")
     service.post(f"/api/sessions/{name}/settings", {"env": {"GROQ_API_KEY": "real-key",
                                                             "PLAIN": "1"}}, method="PUT")
-    settings = service.get(f"/api/sessions/{name}/settings").json
-    assert settings["hiddenKeys"] == ["GROQ_API_KEY"]
+    settings = service.get(f"/api/sessions/{name}/settings")
+    assert settings.json["hiddenKeys"] == ["GROQ_API_KEY"] and b"real-key" not in settings.body
+    env = settings.json["settings"]["env"]
+    assert env == {"GROQ_API_KEY": None, "PLAIN": "1"}
+    kept = service.post(f"/api/sessions/{name}/settings", {"env": {**env, "PLAIN": "2"}},
+                        method="PUT")
+    assert kept.json["settings"]["env"] == {"GROQ_API_KEY": None, "PLAIN": "2"}
+    stored = json.loads((engine.home / "sessions" / f"{name}.json").read_text())
+    assert stored["env"] == {"GROQ_API_KEY": "real-key", "PLAIN": "2"}
+    unknown = service.post(f"/api/sessions/{name}/settings", {"env": {"OTHER": None}}, method="PUT")
+    assert unknown.status == 400
     proxy = proxy_of(engine, name)
     assert engine.run("restart", "-t", "1", proxy).returncode == 0
     job = service.post(f"/api/sessions/{name}/command", {"command": "echo [$GROQ_API_KEY]"}).json
@@ -593,15 +602,33 @@ def test_the_web_service_tells_what_was_used_and_raises_a_budget(measured: Hidde
         path = f"/api/sessions/{measured.name}"
         told = service.get(f"{path}/usage").json
         assert told["spent"]["tokens"] == 2 and told["budget"] == {"tokens": 1}
-        inside = measured.engine.run("exec", measured.proxy, *sandbox.BROKER_PROGRAM, "ask")
-        assert inside.returncode == 0
-        put = service.post(f"{path}/settings", {"budget": {"tokens": 9}}, method="PUT")
-        assert put.status == 200 and put.json["effective"]["budget"] == {"tokens": 9}
+        assert (told["left"], told["unpriced"]) == ({"tokens": 0}, ["stub"])
+        assert (told["broker"], told["hiddenKeys"]) == ("ready", [*REAL])
+        assert told["prices"] == TABLE["prices"]["date"]
+        raised = service.post(f"{path}/budget", {"budget": {"tokens": 9}})
+        assert raised.json["left"] == {"tokens": 7} and raised.json["broker"] == "ready"
         asked = measured.engine.run("exec", "-i", measured.proxy, *sandbox.BROKER_PROGRAM, "ask",
                                     input='{"do": "usage"}\n')
         assert json.loads(asked.stdout)["budget"] == {"tokens": 9}
-        wrong = service.post(f"{path}/settings", {"budget": {"tokens": -9}}, method="PUT")
-        assert wrong.status == 400
+        assert service.post(f"{path}/budget", {"budget": "5usd/day"}).json["budget"] == {
+            "usd": 5, "tokens": 9, "per": "day"}
+        put = service.post(f"{path}/settings", {"budget": {"tokens": 8}}, method="PUT")
+        assert put.status == 200 and put.json["effective"]["budget"] == {"tokens": 8}
+        for wrong in ({"budget": {"tokens": -9}}, {"budget": "5eur"}, {"budget": 5}, {}):
+            assert service.post(f"{path}/budget", wrong).status == 400, wrong
+        assert service.post(f"{path}/settings", {"budget": {"tokens": -9}},
+                            method="PUT").status == 400
+
+        whole = service.get("/api/usage").json
+        (entry,) = [entry for entry in whole["sessions"] if entry["name"] == measured.name]
+        assert entry["days"] == told["days"] and whole["day"] in entry["days"]
+        assert (entry["budget"], entry["left"]) == ({"tokens": 8}, {"tokens": 6})
+        restarted = measured.engine.run("restart", "-t", "1", measured.proxy)
+        assert restarted.returncode == 0, restarted.stderr
+        wait_for(lambda: service.get(f"{path}/usage").json["broker"] == "empty")
+        service.post(f"{path}/stop", {})
+        assert service.get(f"{path}/usage").json["broker"] == "down"
+        assert service.post(f"{path}/budget", {"budget": ""}).json["left"] == {}
     finally:
         service.end()
 
