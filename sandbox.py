@@ -2931,6 +2931,10 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
         renew_home(engine, home, before, image, left_places(session, spec))
         _, fresh = create_session([engine], session.name, config, flags, spec, home)
         check_ready(engine, fresh)
+        if session.hides_keys and fresh.hides_keys:
+            import sandbox_keys
+
+            sandbox_keys.take_counts(engine, session, fresh)
     except BaseException:
         if fresh:
             remove_container(engine, fresh)

@@ -43,6 +43,7 @@ __all__ = ["image"]  # a fixture
 
 FOLDER = ROOT / "static" / "image"
 TABLE = json.loads((ROOT / "static" / "providers.json").read_text())
+ASK = ROOT / "static" / "session" / "ask.py"
 KEY, PLACEHOLDER = "sk-ant-the-real-key-0123456789", "sk-ant-hidden"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
@@ -51,10 +52,10 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 class Asker:
-    """A connection to the broker through `broker.py ask`, as the host has it."""
+    """A connection to the broker through ask.py, as the host has it."""
 
     def __init__(self, broker: "Broker") -> None:
-        self.process = subprocess.Popen(broker.argv("ask"), env=broker.env(), text=True,
+        self.process = subprocess.Popen(broker.ask_argv(), env=broker.env(), text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def say(self, **data: Any) -> Any:
@@ -93,6 +94,9 @@ class Broker(Proxy):
     def argv(self, *words: str) -> list[str]:
         return [sys.executable, "-I", "-S", str(FOLDER / "broker.py"), *words]
 
+    def ask_argv(self) -> list[str]:
+        return [sys.executable, "-I", "-S", str(ASK), str(self.directory / "control")]
+
     def env(self, rules: object = None) -> dict[str, str]:
         return {**super().env({"allow": []}), "SANDBOX_BROKER": str(self.directory / "control"),
                 "SANDBOX_COUNTS": str(self.directory / "counts.json"),
@@ -119,7 +123,7 @@ class Broker(Proxy):
         return False
 
     def ask(self, **data: Any) -> Any:
-        done = subprocess.run(self.argv("ask"), env=self.env(), input=json.dumps(data) + "\n",
+        done = subprocess.run(self.ask_argv(), env=self.env(), input=json.dumps(data) + "\n",
                               capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -997,7 +1001,6 @@ def test_a_turn_waits_for_its_checkpoint(given: Broker, vendor: Upstream) -> Non
         assert turn["provider"] == "anthropic" and vendor.requests == []
         host.write(do="turn", id=turn["turn"], error="")
         assert status(read_all(sock)) == 200
-        assert host.read_until("use")["use"]["model"] == "claude-opus-4-8"
         # what is tried again is the same turn
         assert status(given.post("/anthropic/v1/messages", PROMPT)) == 200
         other = given.connect()
@@ -1037,7 +1040,7 @@ def test_of_two_who_watch_one_makes_the_checkpoint(given: Broker, vendor: Upstre
         sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
         host.write(do="turn", id=host.read_until("turn")["turn"], error="")
         assert status(read_all(sock)) == 200
-        assert "use" in other.read()
+        assert other.say(do="usage")["ok"] is True  # and nothing before that
 
 
 def test_who_watches_later_hears_of_a_turn_that_waits(given: Broker, vendor: Upstream) -> None:
@@ -1084,6 +1087,7 @@ HEARD = {"parts": [{"functionResponse": {"name": "a"}}], "role": "user"}
     ({"input": [{"type": "additional_tools", **TOOLS}, USER]}, True),
     ({"input": [{**TOOLS}, USER, {"type": "custom_tool_call_output", "output": "a"}]}, False),
     ({"input": [{**TOOLS}, USER, {"type": "function_call_output", "output": "a"}, USER]}, True),
+    ({"text": {"format": {"type": "json_schema"}}, "input": [{**TOOLS}, USER]}, False),  # a title
     ({"contents": [{"parts": [{"text": "a"}], "role": "user"}], **TOOLS}, True),
     ({"contents": [{"parts": [], "role": "user"}, {"parts": [], "role": "model"}, HEARD], **TOOLS},
      False),
@@ -1152,13 +1156,14 @@ class Lab:
         pem = [(ca.directory / f"own.{kind}").read_text() for kind in ("key", "crt")]
         (self.directory / "cert.pem").write_text("".join(pem))
         (self.directory / "ca.crt").write_text(ca.pem)
+        (self.directory / "keys").write_text("\n".join(REAL.values()))
         for name in ("tests/model_stub.py", "tests/vendor_stub.py", "static/image/proxy.py",
-                     "static/image/broker.py", "static/image/usage.py"):
+                     "static/image/broker.py", "static/image/usage.py", "static/session/ask.py"):
             shutil.copy(ROOT / name, self.directory)
         made = engine.run("run", "-d", "--init", "--name", self.name, "--network", "none",
                           *(f"--add-host={name}:127.0.0.1" for name in VENDORS),
                           "-v", f"{self.directory}:/lab", image, "python3", "-B",
-                          "/lab/vendor_stub.py", "/lab", *REAL.values())
+                          "/lab/vendor_stub.py", "/lab")
         assert made.returncode == 0, made.stderr
         self.execute("sh", "-c", "cd /lab && exec python3 -I -S -B broker.py serve >log 2>&1",
                      detached=True)
@@ -1176,7 +1181,7 @@ class Lab:
                                *argv, input=input)
 
     def ask(self, **data: Any) -> Any:
-        answer = self.execute("python3", "-I", "-S", "-B", "/lab/broker.py", "ask",
+        answer = self.execute("python3", "-I", "-S", "/lab/ask.py", "/run/sandbox-broker.sock",
                               input=json.dumps(data) + "\n")
         return json.loads(answer.stdout) if answer.returncode == 0 else None
 
@@ -1276,8 +1281,8 @@ def test_an_agent_sends_the_same_bytes_with_the_broker_as_without(lab: Lab, agen
 def test_a_turn_of_an_agent_is_announced_once_and_waits(lab: Lab, agent: str) -> None:
     lab.give(budget={}, turns=60)
     lab.requests()
-    argv = [lab.engine.runtime, "exec", "-i", lab.name, "python3", "-I", "-S", "-B",
-            "/lab/broker.py", "ask"]
+    argv = [lab.engine.runtime, "exec", "-i", lab.name, "python3", "-I", "-S", "/lab/ask.py",
+            "/run/sandbox-broker.sock"]
     turns = []
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
         assert host.stdin and host.stdout
