@@ -292,10 +292,10 @@ def test_the_key_stands_where_the_placeholder_stood(given: Broker, vendor: Upstr
 
 
 def test_a_key_in_the_query_goes_as_a_header(given: Broker, vendor: Upstream) -> None:
-    path = f"/anthropic/v1/messages?a=1&key={PLACEHOLDER}&key=other"
-    assert status(given.post(path, b"{}", key="")) == 200
+    query = f"a=1%2B&key={PLACEHOLDER}&key=o&%6bey=o&Key=o&access_token=o&k%65y"
+    assert status(given.post(f"/anthropic/v1/messages?{query}", b"{}", key="")) == 200
     head = vendor.head()
-    assert head[0] == "POST /v1/messages?a=1 HTTP/1.1" and f"x-goog-api-key: {KEY}" in head
+    assert head[0] == "POST /v1/messages?a=1%2B HTTP/1.1" and f"x-goog-api-key: {KEY}" in head
 
 
 @pytest.mark.parametrize("headers", [
@@ -311,7 +311,7 @@ def test_without_a_placeholder_nothing_is_sent(given: Broker, vendor: Upstream,
 
 def test_what_else_stands_where_keys_stand_is_dropped(given: Broker, vendor: Upstream) -> None:
     given.post("/anthropic/v1/messages", b"{}", "Authorization: Bearer own", "X-Goog-Api-Key: own",
-               "Proxy-Authorization: own")
+               "Proxy-Authorization: own", "Cookie: own")
     assert "own" not in "".join(vendor.head())
 
 

@@ -59,7 +59,9 @@ import usage  # noqa: E402
 CONTROL = os.environ.get("SANDBOX_BROKER", "/run/sandbox-broker.sock")
 ASK_BYTES, TEXT_CHARACTERS, ASKERS, BUFFER_BYTES = 4 << 20, 500, 16, 64 * 1024
 BODY_SECONDS, SPARE_SECONDS, CHECK_SECONDS, LEAVE_SECONDS = 60.0, 50.0, 1.0, 0.25
-KEY_HEADERS = ("authorization", "x-api-key", "x-goog-api-key")
+KEY_HEADERS = ("authorization", "x-api-key", "x-goog-api-key", "cookie")
+# of a query's words those that are a key, or that some server may read as one
+KEY_WORD = re.compile(r"(?i:key|access_token|[^=]*[%+].*?)(?:=.*)?")
 HOP_HEADERS = ("connection", "keep-alive", "proxy-connection", "te", "trailer", "upgrade")
 TARGET = re.compile(r"/([a-z0-9-]{1,40})(/[^?#]*)(?:\?([^#]*))?")
 URL = re.compile(r"(https?)://([^/?#@\\]+)(/[^?#\\]*)?")
@@ -177,7 +179,7 @@ class Provider:
             if name.lower() != "expect":
                 headers.append((name, value))
         request.headers = headers
-        query = "&".join(word for word in words if not word.startswith("key="))
+        query = "&".join(word for word in words if not KEY_WORD.fullmatch(word))
         return f"?{query}" if query else "", known
 
 

@@ -1,5 +1,5 @@
-"""What a network allowlist and hidden keys cost: each figure with its quartiles and the ceiling that the project
-has set itself.
+"""What a network allowlist and hidden keys cost: each figure with its quartiles and the ceiling
+that the project has set itself.
 
     .venv/bin/python tests/bench/bench_network.py [--runtime podman] [-n 20]
 
