@@ -391,6 +391,17 @@ for path in glob.glob("/proc/[0-9]*/cmdline"):
         print("process", path) if b"broker.py" in open(path, "rb").read() else None
     except OSError:
         pass
+# What is no request of an agent gets no further than the broker.
+for request in ("CONNECT example.org:443", "GET http://example.org/", "POST /anthropic/v1/files",
+                "DELETE /anthropic/v1/messages", "POST /anthropic/v1/messages/../files",
+                "POST http://api.anthropic.com/v1/messages", "POST /anthropic/v1/messages"):
+    for more in ("", "Content-Length: 2\\r\\nTransfer-Encoding: chunked\\r\\n",
+                 "x-api-key: own\\r\\nx: a\\nx-api-key: own\\r\\n", "Upgrade: h2c\\r\\n"):
+        with socket.create_connection(("127.0.0.1", 3129), 10) as sock:
+            sock.sendall(f"{request} HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\n{more}\\r\\n".encode())
+            status = sock.makefile("rb").readline().split()[1:2]
+            if status and not status[0].startswith(b"4"):
+                print(request, more, status)
 try:
     open("/run/sandbox-net/new", "w")
     print("written")
@@ -404,8 +415,10 @@ print("done")
 def test_the_companion_is_out_of_reach_from_inside(hidden: Hidden, user: str) -> None:
     """Its memory, its files and its control, for root and for the agent's user."""
     user = user or f"{hidden.engine.uid}:{hidden.engine.gid}"
+    hidden.requests()
     tried = hidden.engine.run("exec", "-i", "-u", user, hidden.name, "python3", "-", input=ATTACKS)
     assert tried.stdout == "done\n", tried
+    assert hidden.requests() == []
 
 
 def test_no_neighbour_reaches_the_broker(hidden: Hidden) -> None:
@@ -418,6 +431,9 @@ def test_no_neighbour_reaches_the_broker(hidden: Hidden) -> None:
     listening = hidden.engine.run("exec", hidden.name, "cat", "/proc/net/tcp", "/proc/net/tcp6")
     places = [line.split()[1] for line in listening.stdout.splitlines() if ":0C39 " in line]
     assert places and {place for place in places if ":0C39" in place} == {"0100007F:0C39"}
+    beside = hidden.engine.run("exec", hidden.proxy, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+    heard = [line.split()[1] for line in beside.stdout.splitlines() if line.split()[3] == "0A"]
+    assert [place for place in heard if not place.endswith(":01BB")] == []  # that of the vendors
 
 
 def test_a_restarted_companion_has_no_key_until_the_next_run(hidden: Hidden) -> None:
@@ -542,7 +558,9 @@ def test_the_web_service_gives_them_too_and_shows_names_alone(engine: Engine, se
     wait_for(lambda: service.get(path).json["state"] == "ended")
     output = (engine.home / "jobs" / name / job["id"] / "output").read_text()
     assert "[gsk_hidden-by-sandbox-not-a-key]" in output
-    assert "real-key" not in output
+    having = [path for path in engine.home.rglob("*")
+              if path.is_file() and b"real-key" in path.read_bytes()]
+    assert having == [engine.home / "sessions" / f"{name}.json"]  # where the person has put it
     assert asked(engine, proxy)["providers"] == ["groq"]
     assert service.get(f"/api/sessions/{name}/network").status == 409
     bad = service.post(f"/api/sessions/{name}/settings", {"env": {"GROQ_API_KEY": ""}},
