@@ -388,10 +388,13 @@ def test_a_wrong_setting_changes_nothing(given: Broker, row: dict[str, Any], sai
     {"do": "set", "budget": {"per": "week"}}, {"do": "set", "budget": {"usd": "x"}},
     {"do": "set", "turns": "x"}, {"do": "other"}, {}, {"do": "turn", "id": "x", "error": ""},
     {"do": "set", "providers": []}, {"do": "set", "prices": {"a": 1}},
+    {"do": "set", "days": {"2001-01-01": {}}},
+    {"do": "set", "turns": "x", "days": {"2001-01-01": {"seconds": 1, "models": {}}}},
 ])
 def test_a_wrong_question_has_an_answer(given: Broker, data: dict[str, Any]) -> None:
     assert "error" in given.ask(**data)
-    assert given.usage()["providers"] == ["anthropic"]
+    usage = given.usage()
+    assert usage["providers"] == ["anthropic"] and "2001-01-01" not in usage["days"]
 
 
 # --- Strict requests ---
@@ -939,6 +942,11 @@ def test_counts_and_budgets_outlive_a_restart(given: Broker, vendor: Upstream) -
     given.give(vendor.url, budget={"tokens": 110})
     assert status(given.post("/anthropic/v1/messages")) == 402
     assert sorted(path.name for path in given.directory.glob("counts*")) == ["counts.json"]
+    (given.directory / "counts.json").unlink()
+    given.restart()  # another broker in its place
+    assert given.ask(do="set", days=before["days"]) == {"ok": True}
+    given.restart()
+    assert given.usage()["days"] == before["days"]
 
 
 @pytest.mark.parametrize("shift, code", [(-86400, 200), (86400, 402), (-3650 * 86400, 200),
@@ -1117,6 +1125,17 @@ def test_the_companion_is_the_proxy_too(given: Broker) -> None:
         sock.sendall(b"GET http://example.org/ HTTP/1.1\r\nHost: example.org\r\n\r\n")
         assert b"HTTP/1.1 403 " in read_all(sock)
     assert given.lines()[-1]["kind"] == "unlisted"
+
+
+def test_who_asks_waits_for_a_broker_that_is_starting(given: Broker) -> None:
+    given.processes[-1].kill()
+    given.processes[-1].wait()
+    (given.directory / "broker.sock").unlink()
+    (given.directory / "control").unlink()
+    with Asker(given) as host:
+        host.write(do="usage")
+        given.begin()
+        assert host.read()["providers"] == []
 
 
 def test_sigterm_ends_it(given: Broker) -> None:

@@ -218,11 +218,13 @@ class Broker:
         do = data.pop("do")
         with self.lock:
             if do == "set":
-                if days := data.pop("days", None):
+                days = data.pop("days", None)
+                rows = self.settings.data.get("providers", {}) | data.get("providers", {})
+                settings = Settings(self.settings.data | data | {"providers": rows})
+                if days:
                     self.ledger.begin(days)
                     self.ledger.write()
-                rows = self.settings.data.get("providers", {}) | data.get("providers", {})
-                self.settings = Settings(self.settings.data | data | {"providers": rows})
+                self.settings = settings
             elif do == "usage":
                 return {"ok": True, "providers": [*self.settings.providers],
                         "budget": self.settings.budget, "days": self.ledger.days,
