@@ -2956,6 +2956,10 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
             copy_home(engine, session, home)
         renew_home(engine, home, before, image, left_places(session, spec))
         _, fresh = create_session([engine], session.name, config, flags, spec, home)
+        if session.hides_keys and fresh.hides_keys:
+            import sandbox_keys
+
+            sandbox_keys.take_counts(engine, session, fresh)
         check_ready(engine, fresh)
     except BaseException:
         if fresh:
