@@ -50,12 +50,13 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
     import subprocess
+    import threading
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
 LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
 SHARED = 500  # directories from which on a second process helps
-ASKED_BYTES = 32 << 10
+ASKED_BYTES, BATCH_BYTES = 32 << 10, 1 << 20
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 FILE, LINK, DIR, NOTE = "file", "link", "dir", "note"
@@ -147,7 +148,8 @@ WORK = "large", "full", "unreadable", "deep"  # what somebody may miss
 
 Row = tuple[Any, ...]  # name, mode, size, mtime, ctime (ns) and inode
 # Of a directory: its rows as marshal has them, its directories (what is said of one that was not
-# entered, or ""), its mode and its tree. Bytes are compared at once, and loaded where they differ.
+# entered, or ""), its mode and its tree as git has it. Bytes are compared at once, and loaded where
+# they differ.
 Folder = tuple[bytes, dict[str, str], int, bytes]
 NO_FOLDER: Folder = marshal.dumps([], 2), {}, -1, b""
 
@@ -231,8 +233,10 @@ class Store:
             write(self.at("git/config"), CONFIG.encode())
             write(self.at("git/HEAD"), b"ref: refs/heads/none\n")
         self.state: dict[str, Any] = {"events": [], "last": {}, "first": {}, "packs": {}, "next": 1}
+        self.saved = b""
         with contextlib.suppress(FileNotFoundError), open(self.at("state.json"), "rb") as file:
-            self.state = json.load(file)
+            self.saved = file.read()
+            self.state = json.loads(self.saved)
         found = self.pack_sizes()
         for name in found.keys() - self.state["packs"].keys():
             os.unlink(os.path.join(self.packs, name))
@@ -251,7 +255,9 @@ class Store:
         return {entry.name: entry.stat().st_size for entry in os.scandir(self.packs)}
 
     def save(self) -> None:
-        write(self.at("state.json"), json.dumps(self.state).encode())
+        if (text := json.dumps(self.state).encode()) != self.saved:
+            write(self.at("state.json"), text)
+            self.saved = text
 
     # git: what it writes goes to a directory that ends with the request
 
@@ -299,13 +305,7 @@ class Store:
     # Trees
 
     def raw(self, tree: str) -> dict[bytes, tuple[bytes, bytes]]:
-        """The mode and the object of each name that a directory has."""
-        data, at, found = self.get(tree) if tree else b"", 0, dict[bytes, tuple[bytes, bytes]]()
-        while at < len(data):
-            end = data.index(0, at)
-            mode, name = data[at:end].split(b" ", 1)
-            found[name], at = (mode, data[end + 1 : end + 33]), end + 33
-        return found
+        return tree_entries(self.get(tree) if tree else b"")
 
     def entries(self, tree: str) -> dict[str, Entry]:
         """What a directory has, and itself as the entry with the empty name."""
@@ -394,7 +394,7 @@ class Store:
                     here.pop(name, None)
                     if name in there:
                         here[name] = there[name]
-            return pack.put_tree(here)
+            return pack.put(b"tree", tree_data(here))
 
         grown = grafted(bytes.fromhex(tree), bytes.fromhex(source), paths).hex()
         pack.finish()
@@ -463,7 +463,7 @@ def names(name: str) -> list[bytes]:
 
 
 class Pack:
-    """Objects on their way into the store; its format is gitformat-pack(5), version 2.
+    """Objects on their way into the store, as gitformat-pack(5) has it, version 2.
 
     git sees them when finish() has made the index; a pack that state.json does not name is removed.
     git fast-import takes twice as long, and the square of the entries of a directory.
@@ -471,51 +471,118 @@ class Pack:
 
     def __init__(self, store: Store) -> None:
         self.store, self.known = store, set[bytes]()
-        self.count, self.size = 0, 12
+        self.stem = os.path.join(store.packs, f"pack-{os.urandom(16).hex()}")
+        self.rows = list[tuple[bytes, int, int]]()  # name, checksum and offset of what is written
+        self.waiting = list[tuple[bytes, bytes, bytes]]()  # name, kind, data
+        self.bytes, self.size = 0, 12  # of what waits, of the file
+        self.thread: threading.Thread | None = None
+        self.error: OSError | None = None
 
     def put(self, kind: bytes, data: bytes) -> bytes:
+        """Its name. Raises OSError, also for what was put before."""
         import hashlib
 
         digest = hashlib.sha256(b"%s %d\0" % (kind, len(data)))
         digest.update(data)
         name = digest.digest()
-        if name in self.known:
-            return name
-        if not self.count:
-            self.stem = os.path.join(self.store.packs, f"pack-{os.urandom(16).hex()}")
-            self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
-            self.file.write(bytes(12))
-        self.known.add(name)
-        self.count += 1
-        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
-        while size:
-            head[-1] |= 128
-            head.append(size & 127)
-            size >>= 7
-        self.size += self.file.write(bytes(head) + zlib.compress(data, 1))
+        if name not in self.known:
+            self.known.add(name)
+            self.waiting.append((name, kind, data))
+            self.bytes += len(data)
+            if self.bytes > BATCH_BYTES:
+                self.pass_on()
         return name
 
-    def put_tree(self, entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
-        rows = sorted((name + b"/" if mode == b"40000" else name, mode, id)
-                      for name, (mode, id) in entries.items())
-        return self.put(b"tree", b"".join(
-            b"%s %s\0%s" % (mode, name.rstrip(b"/"), id) for name, mode, id in rows))
+    def pass_on(self) -> None:
+        """Have a thread write what waits: to compress it takes as long as all the rest."""
+        if not self.thread:
+            import queue
+            import threading
+
+            self.queue = queue.Queue[Any](4)
+            self.thread = threading.Thread(target=self.work, daemon=True)
+            self.thread.start()
+        if self.error:
+            raise self.error
+        self.queue.put(self.waiting)
+        self.waiting, self.bytes = [], 0
+
+    def work(self) -> None:
+        for objects in iter(self.queue.get, None):
+            try:
+                if not self.error:
+                    self.write(objects)
+            except OSError as error:
+                self.error = error
+
+    def write(self, objects: list[tuple[bytes, bytes, bytes]]) -> None:
+        if not self.rows:
+            self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
+            self.file.write(bytes(self.size))
+        for name, kind, data in objects:
+            size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
+            while size:
+                head[-1] |= 128
+                head.append(size & 127)
+                size >>= 7
+            packed = bytes(head) + zlib.compress(data, 1)
+            self.rows.append((name, zlib.crc32(packed), self.size))
+            self.size += self.file.write(packed)
 
     def finish(self) -> None:
-        if not self.count:
+        if self.thread:
+            self.pass_on()
+            self.queue.put(None)
+            self.thread.join()
+            if self.error:
+                raise self.error
+        elif self.waiting:
+            self.write(self.waiting)
+        if not self.rows:
             return
         import hashlib
 
         with self.file as file:
             file.seek(0)
-            file.write(b"PACK" + (2).to_bytes(4) + self.count.to_bytes(4))
+            file.write(b"PACK" + (2).to_bytes(4) + len(self.rows).to_bytes(4))
             file.seek(0)
-            file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
+            checksum = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
+            file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
-        self.store.git("index-pack", "-o", f"{self.stem}.idx", f"{self.stem}.pack")
+        index = self.index() + checksum
+        write(f"{self.stem}.idx", index + hashlib.sha256(index).digest())
         for path in (f"{self.stem}.pack", f"{self.stem}.idx"):
             self.store.state["packs"][os.path.basename(path)] = os.stat(path).st_size
+
+    def index(self) -> bytes:
+        """Where each object is, but for the checksums at its end."""
+        from bisect import bisect
+
+        names, sums, offsets = zip(*sorted(self.rows), strict=True)
+        firsts = [name[0] for name in names]
+        far = [offset for offset in offsets if offset >> 31]
+        near = [offset if offset < 1 << 31 else 1 << 31 | far.index(offset) for offset in offsets]
+        numbers = (number.to_bytes(4) for number in (*sums, *near))
+        return b"".join((b"\377tOc", (2).to_bytes(4),
+                         *(bisect(firsts, first).to_bytes(4) for first in range(256)), *names,
+                         *numbers, *(offset.to_bytes(8) for offset in far)))
+
+
+def tree_data(entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
+    rows = sorted((name + b"/" if mode == b"40000" else name, mode, id)
+                  for name, (mode, id) in entries.items())
+    return b"".join(b"%s %s\0%s" % (mode, name.rstrip(b"/"), id) for name, mode, id in rows)
+
+
+def tree_entries(data: bytes) -> dict[bytes, tuple[bytes, bytes]]:
+    """The mode and the object of each name that a directory has."""
+    at, found = 0, dict[bytes, tuple[bytes, bytes]]()
+    while at < len(data):
+        end = data.index(0, at)
+        mode, name = data[at:end].split(b" ", 1)
+        found[name], at = (mode, data[end + 1 : end + 33]), end + 33
+    return found
 
 
 class Rules:
@@ -540,6 +607,24 @@ class Rules:
     def ignored(self, folder: str, names: Sequence[str], folders: bool) -> set[str]:
         """Which of them are. That they are folders, git must see; a rules' file may have the name.
 
+        It tells that of what has something in it without looking, and what is in an ignored folder
+        is ignored. So only where that is, the folder itself is made and asked about.
+        """
+        if not folders:
+            return self.ask(folder, names)
+        found = self.ask(folder, names, "/\1")
+        for name in found:
+            with contextlib.suppress(OSError):
+                os.makedirs(f"{self.folder}/{folder}/{name}")
+        sure = self.ask(folder, [*found])
+        for name in found:
+            with contextlib.suppress(OSError):
+                os.removedirs(f"{self.folder}/{folder}/{name}")
+        return sure
+
+    def ask(self, folder: str, names: Sequence[str], inner: str = "") -> set[str]:
+        """Which are ignored, or have `inner` ignored.
+
         As many are asked at once as a pipe holds, or git and we would wait for each other.
         """
         found, at_once = set[str](), 1 + ASKED_BYTES // (4 * len(folder) + 1024)
@@ -548,25 +633,20 @@ class Rules:
                 f"--work-tree={self.folder}", "check-ignore", "-vnz", "--no-index", "--stdin",
                 cwd=self.folder, stderr=DEVNULL)
         for at in range(0, len(names), at_once):
-            paths = [f"{folder}/{name}" if folder else name for name in names[at : at + at_once]]
-            for path in paths if folders else ():
-                with contextlib.suppress(OSError):
-                    os.makedirs(f"{self.folder}/{path}")
+            asked = names[at : at + at_once]
             assert self.process and self.process.stdin and self.process.stdout
-            self.process.stdin.write(b"".join(b"./%s\0" % os.fsencode(path) for path in paths))
+            self.process.stdin.write(b"".join(
+                os.fsencode(f"./{folder}/{name}{inner}\0") for name in asked))
             self.process.stdin.flush()
             answer = b""
-            while answer.count(b"\0") < 4 * len(paths):  # file of rules, line, pattern, path
+            while answer.count(b"\0") < 4 * len(asked):  # file of rules, line, pattern, path
                 data = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not data:
                     raise damaged("git check-ignore has ended")
                 answer += data
             parts = answer.split(b"\0")
-            found |= {name for name, rules, pattern in zip(names[at:], parts[::4], parts[2::4],
+            found |= {name for name, rules, pattern in zip(asked, parts[::4], parts[2::4],
                       strict=False) if rules and not pattern.startswith(b"!")}
-            for path in paths if folders else ():
-                with contextlib.suppress(OSError):
-                    os.removedirs(f"{self.folder}/{path}")
         return found
 
 
@@ -660,9 +740,8 @@ class Walk:
         if self.looks:
             raise Failure(f"{path} has changed", "")
         if path not in self.edits:
-            tree = self.cache[path][3] if path in self.cache else b""
-            self.edits[path] = self.store.raw(tree.hex()) if tree else {}
-            self.pack.known |= {tree, *(id for _, id in self.edits[path].values())}
+            self.edits[path] = tree_entries(self.cache.get(path, NO_FOLDER)[3])
+            self.pack.known.update(id for _, id in self.edits[path].values())
         return self.edits[path]
 
     def put(self, folder: str, name: str, data: bytes, mode: bytes = b"100644") -> None:
@@ -675,9 +754,9 @@ class Walk:
     def mark(self, data: bytes) -> bytes:
         """What a cache begins with: its format and interpreter, a check, the tree it is of."""
         tree = self.store.state["last"].get(self.label)
-        return b"2 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
+        return b"3 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
-    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> bytes:
+    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> None:
         rows, folders = list[Row](), dict[str, int]()
         with os.scandir(fd) as found:
             for entry in found:
@@ -696,7 +775,7 @@ class Walk:
         seen, old, old_mode, tree = self.cache.get(path, NO_FOLDER)
         prefix, now = f"{path}/" if path else "", marshal.dumps(rows, 2)
         if not (git or self.rules.frozen):
-            self.freeze(fd, prefix)
+            self.freeze(fd, prefix, [row[0] for row in rows])
         if now != seen or old.keys() - folders.keys():
             before = {row[0]: row for row in marshal.loads(seen)}
             for name in before.keys() - {row[0] for row in rows} | old.keys() - folders.keys():
@@ -719,9 +798,8 @@ class Walk:
         if mode != old_mode:
             self.put(path, ":dir", b"%o" % mode)
         if path in self.edits:
-            tree = self.pack.put_tree(self.edits.pop(path))
+            tree = tree_data(self.edits.pop(path))
         self.folders[path] = now, inner, mode, tree
-        return tree
 
     def enter(self, fd: int, folder: str, name: str, mode: int, depth: int, git: bool,
               ignored: bool, old: str | None) -> str | None:
@@ -748,18 +826,21 @@ class Walk:
             self.drop(folder, name)
         if said == "":
             try:
-                tree = self.folder(inner, path, mode, depth + 1, git or name == ".git")
+                self.folder(inner, path, mode, depth + 1, git or name == ".git")
             finally:
                 os.close(inner)
+            tree = self.folders[path][3]
             if old is None or path not in self.cache or tree != self.cache[path][3]:
-                self.edit(folder)[os.fsencode(f"={name}")] = b"40000", tree
+                stored = os.fsencode(f"={name}")
+                self.edit(folder)[stored] = b"40000", self.pack.put(b"tree", tree)
         elif said and said != old:
             self.put(folder, f":s={name}", said.encode())
         return said
 
-    def freeze(self, fd: int, prefix: str) -> None:
+    def freeze(self, fd: int, prefix: str, names: list[str]) -> None:
         """Take over the rules of a directory, and at the top those of its repository."""
-        for folder, name in (("", ".gitignore"), *([] if prefix else [(".git/info", "exclude")])):
+        for folder, name in [("", ".gitignore")] * (".gitignore" in names) + (
+                [(".git/info", "exclude")] * (not prefix)):
             with contextlib.suppress(OSError), opened(fd, folder) as inner:
                 st = os.stat(name, dir_fd=inner, follow_symlinks=False)
                 if stat.S_ISREG(st.st_mode) and st.st_size <= IGNORED_BYTES:
@@ -854,8 +935,12 @@ class Walk:
     def commit(self) -> str:
         """Make it the last snapshot of its tree; the caller saves the state. Returns its tree."""
         state = self.store.state
+        tree = self.folders[""][3]
+        self.tree: str = state["last"].get(self.label, "")
+        if tree != self.cache.get("", NO_FOLDER)[3]:
+            self.tree = self.pack.put(b"tree", tree).hex()
         self.pack.finish()
-        self.tree = state["last"][self.label] = self.folders[""][3].hex()
+        state["last"][self.label] = self.tree
         state["first"].setdefault(self.label, self.tree)
         noted = dict(self.folders)
         for folder, names in self.racy.items():  # no row is like that
