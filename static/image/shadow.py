@@ -146,6 +146,7 @@ NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory
 INDEX = re.compile(r"(?:^|/)\.git/(?:(?:modules|worktrees)/.+/)?index$")
 WORK = "large", "full", "unreadable", "deep"  # what somebody may miss
 
+Change = tuple[str, "Entry | None", "Entry | None"]  # a path, what was there, and what comes
 Row = tuple[Any, ...]  # name, mode, size, mtime, ctime (ns) and inode
 # Of a directory: its rows as marshal has them, its directories (what is said of one that was not
 # entered, or ""), its mode and its tree as git has it. Bytes are compared at once, and loaded where
@@ -164,9 +165,9 @@ class Failure(Exception):
 
 class Entry(NamedTuple):
     kind: str
-    mode: int
-    id: str  # of a note: of its text
-    owner: str = ""  # of a file that runs with the rights of that
+    mode: int = 0
+    id: str = ""
+    words: tuple[str, ...] = ()  # a note's text; of a file that runs with its owner's rights: whose
 
 
 def row_of(name: str, st: os.stat_result) -> Row:
@@ -246,7 +247,6 @@ class Store:
         if os.path.exists(self.at("tmp")):
             clear(self.at("tmp"))
         self.reader: subprocess.Popen[bytes] | None = None
-        self.note = functools.cache(self.get)
 
     def at(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -304,49 +304,50 @@ class Store:
 
     # Trees
 
-    def raw(self, tree: str) -> dict[bytes, tuple[bytes, bytes]]:
-        return tree_entries(self.get(tree) if tree else b"")
+    @functools.cache  # noqa: B019 - there is one store
+    def words(self, id: str) -> tuple[str, ...]:
+        return tuple(self.get(id).decode().split())
 
     def entries(self, tree: str) -> dict[str, Entry]:
         """What a directory has, and itself as the entry with the empty name."""
-        found, modes = dict[str, Entry](), dict[str, tuple[int, str]]()
-        for name, (mode, id) in self.raw(tree).items():
+        found, modes = dict[str, Entry](), dict[str, tuple[str, ...]]()
+        for name, (mode, id) in tree_entries(self.get(tree) if tree else b"").items():
             mark, _, rest = os.fsdecode(name).partition("=")
             if mark == ":m":
-                mode, _, owner = self.note(id.hex()).partition(b" ")
-                modes[rest] = mode_of(mode), owner.decode()
+                modes[rest] = self.words(id.hex())
             elif mark == ":dir":
-                found[""] = Entry(DIR, mode_of(self.note(id.hex())), "")
+                found[""] = Entry(DIR, mode_of(self.words(id.hex())))
+            elif mark:
+                found[rest] = Entry(NOTE, 0, id.hex(), self.words(id.hex()))
             else:
-                kind = NOTE if mark else KINDS[mode]
+                kind = KINDS[mode]
                 found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id.hex())
-        return {name: Entry(FILE, modes[name][0], entry.id, modes[name][1])
-                if name in modes and entry.kind == FILE else entry
-                for name, entry in found.items()}
+        for path, words in modes.items():
+            if path in found and found[path].kind == FILE:
+                found[path] = Entry(FILE, mode_of(words), found[path].id, words[1:])
+        return found
 
     def entry(self, tree: str, path: str) -> Entry | None:
         """What a tree has there."""
         for name in path.split("/"):
-            found = self.entries(tree).get(name) if tree else None
+            found = self.entries(tree).get(name)
             tree = found.id if found and found.kind == DIR else ""
         return found
 
-    def changes(self, old: str, new: str, path: str = "",
-                ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+    def changes(self, old: str, new: str, path: str = "") -> Iterator[Change]:
         """Each path that differs between two trees; a directory for its mode and existence."""
         if old == new:
             return
-        before = self.entries(old) if old else {}
-        after = self.entries(new) if new else {}
-        own = before.get(""), after.get("")
-        if all(own) and own[0] != own[1]:
-            yield path, *own
-        for name in sorted((before.keys() | after.keys()) - {""}):
-            here, a, b = f"{path}/{name}" if path else name, before.get(name), after.get(name)
+        before, after = self.entries(old), self.entries(new)
+        for name in sorted(before.keys() | after.keys()):
+            here, a, b = f"{path}/{name}".strip("/"), before.get(name), after.get(name)
+            if not name:
+                if a and b and a != b:
+                    yield path, a, b
+                continue
             one, two = (entry.id if entry and entry.kind == DIR else "" for entry in (a, b))
             if not (one and two) and a != b:
-                yield (here, self.entries(one).get("") if one else a,
-                       self.entries(two).get("") if two else b)
+                yield here, self.entries(one).get("", a), self.entries(two).get("", b)
             yield from self.changes(one, two, here)
 
     def merge(self, base: str, ours: str, theirs: str) -> tuple[str, set[str]]:
@@ -374,11 +375,12 @@ class Store:
         return self.graft(whole, theirs, indexes, True) if indexes else whole, others
 
     def graft(self, tree: str, source: str, paths: Iterable[str], whole: bool) -> str:
-        """The tree with what another one has at these paths, with all that is in a directory."""
+        """The tree with what another one has at these paths; `whole`: with all that is in them."""
         pack = Pack(self)
 
         def grafted(tree: bytes, source: bytes, paths: Iterable[str]) -> bytes:
-            here, there = self.raw(tree.hex()), self.raw(source.hex())
+            here, there = (tree_entries(self.get(id.hex()) if id else b"")
+                           for id in (tree, source))
             inner = dict[str, list[str]]()
             for path in paths:
                 inner.setdefault(path.partition("/")[0], []).append(path.partition("/")[2])
@@ -443,9 +445,9 @@ def damaged(message: str) -> Failure:
                    "Is its disk full? If not, remove it to begin a new one.", "damaged")
 
 
-def mode_of(text: bytes) -> int:
+def mode_of(words: Sequence[str]) -> int:
     """0 in a merge where both have changed it."""
-    return int(text, 8) if text.isdigit() else 0
+    return int(words[0], 8) if words and words[0].isdigit() else 0
 
 
 def in_workspace(name: str) -> str:
@@ -974,81 +976,80 @@ class Restore:
     `left` has the path and the reason of each one that stays, `never` those that always would.
     """
 
-    def __init__(self, walk: Walk, discard: bool) -> None:
-        self.walk, self.store, self.discard = walk, walk.store, discard
-        self.left, self.done, self.never = dict[str, str](), dict[str, str](), set[str]()
+    def __init__(self, walk: Walk) -> None:
+        self.walk, self.store = walk, walk.store
+        self.changes = dict[str, tuple[Entry | None, Entry | None]]()
+        self.left, self.never, self.removed = dict[str, str](), set[str](), set[str]()
         self.ours = set[int]()  # inodes that have lost a name by us
         self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
 
-    def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
-        self.changes = dict[str, tuple[Entry | None, Entry | None]]()
-        for path, old, new in changes:
-            note = new if new and new.kind == NOTE else old
-            if note and note.kind == NOTE and (note is new or not self.discard
-                                               or self.walk.key(path) in (None, "")):
-                kind, *_ = self.store.note(note.id).decode().split()
-                self.left[path] = not_kept(kind)
-                if kind not in WORK:
-                    self.never.add(path)
-            else:
-                self.changes[path] = old, new
-                self.done[path] = status(old, new)
-        self.planned = {**self.changes}
+    def plan(self, path: str, old: Entry | None, new: Entry | None, discard: bool) -> None:
+        """A change to make; what was never kept can neither come nor, without `discard`, go."""
+        note = new if new and new.kind == NOTE else old
+        if note and note.kind == NOTE and (note is new or not discard
+                                           or self.walk.key(path) in (None, "")):
+            self.leave(path, not_kept(note.words[0]), note.words[0] not in WORK)
+        else:
+            self.changes[path] = old, new
+
+    def leave(self, path: str, why: str, always: bool = False) -> None:
+        self.left[path] = why
+        self.never |= {path} if always else set()
 
     def conflict(self, path: str, *sides: Entry | None) -> None:
         """Both have changed it; of what is never kept it is not even known whether they differ."""
-        notes = [self.store.note(side.id).decode().split() if side.kind == NOTE else [""]
-                 for side in sides if side]
-        if len(notes) == 2 and all(kind == "large" for kind, *_ in notes):
-            # an archive knows the second of the last change, and nothing of the other times
-            one, other = ((size, int(time) // 10**9) for _, size, time, _ in notes)
-            if one == other:
-                return  # the person has copied it over
-        self.left[path] = "both have changed it"
-        if notes and all(kind and kind not in WORK for kind, *_ in notes):
-            self.left[path] = not_kept(notes[0][0])
-            self.never.add(path)
+        notes = [side.words if side.kind == NOTE else ("",) for side in sides if side]
+        # an archive knows the second of the last change, and nothing of the other times
+        seen = {(kind, *values[:1], *(int(time) // 10**9 for time in values[1:2]))
+                for kind, *values in notes}
+        if len(notes) == 2 and len(seen) == 1 and notes[0][0] == "large":
+            return  # the person has copied it over
+        never = bool(notes) and all(kind and kind not in WORK for kind, *_ in notes)
+        self.leave(path, not_kept(notes[0][0]) if never else "both have changed it", never)
+
+    def done(self) -> dict[str, str]:
+        return {path: status(*sides) for path, sides in sorted(self.changes.items())
+                if path not in self.left}
 
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
-        for folder, name in self.walk.leftovers:
-            with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
-                os.unlink(name, dir_fd=fd)
+        self.tidy(self.walk.leftovers)
         self.store.state["temporary"] = f".shadow-{os.urandom(8).hex()}-"
         self.store.save()
         order = sorted(self.changes.items())
         try:
             for path, (old, new) in order:
-                if new and new.kind in (FILE, LINK) and (not old or old[::2] != new[::2]):
+                if new and new.kind in (FILE, LINK) and (not old or old.kind != new.kind
+                                                         or old.id != new.id):
                     self.stage(path, new)
             for path, (old, new) in reversed(order):
                 if old and (new is None or DIR in {old.kind, new.kind} and old.kind != new.kind):
-                    self.step(path, self.remove, old)
+                    self.step(path, self.remove)
             for path, (old, new) in order:
                 if new and not (old and old.kind == new.kind == DIR):
-                    self.step(path, self.place, new)
+                    self.step(path, self.place)
             for path, (_, new) in reversed(order):
                 if new and new.kind == DIR:
-                    self.step(path, self.set_folder_mode, new)
+                    self.step(path, self.set_mode)
         except OSError as error:
             raise Failure(f"nothing was changed, for it cannot be written: {error.strerror}",
                           "Is there space, and may one write there?") from None
         finally:
-            for folder, name in self.staged.values():
-                with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
-                    os.unlink(name, dir_fd=fd)
-        for path in self.left:
-            self.done.pop(path, None)
+            self.tidy(self.staged.values())
 
-    def step(self, path: str, action: Callable[[int, str, str, Entry], None], entry: Entry) -> None:
-        if path in self.left:
-            return
+    def tidy(self, files: Iterable[tuple[str, str]]) -> None:
+        for folder, name in files:
+            with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
+                os.unlink(name, dir_fd=fd)
+
+    def step(self, path: str, action: Callable[[int, str, str], None]) -> None:
         folder, _, name = path.rpartition("/")
         try:
-            with opened(self.walk.root, folder) as fd:
-                action(fd, name or ".", path, entry)
+            if path not in self.left:
+                with opened(self.walk.root, folder) as fd:
+                    action(fd, name or ".", path)
         except OSError as error:
-            self.left[path] = (error.strerror or str(error)).lower()
+            self.leave(path, (error.strerror or str(error)).lower())
 
     def stage(self, path: str, new: Entry) -> None:
         """Write it to a temporary file in the nearest directory that is there. Raises OSError."""
@@ -1067,15 +1068,12 @@ class Restore:
             if new.kind == LINK:
                 os.symlink(data, os.fsencode(temporary), dir_fd=fd)
                 return own(temporary, owner, dir_fd=fd, follow_symlinks=False)
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600,
-                           dir_fd=fd)
-            try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with open(os.open(temporary, flags, 0o600, dir_fd=fd), "wb", buffering=0) as file:
                 while data:
-                    data = data[os.write(file, data):]
-                own(file, owner)
-                os.fchmod(file, mode_for(file, new))
-            finally:
-                os.close(file)
+                    data = data[file.write(data):]
+                own(file.fileno(), owner)
+                os.fchmod(file.fileno(), mode_for(file.fileno(), new))
 
     def check(self, fd: int, name: str, path: str) -> None:
         """Is it as the walk has seen it? Raises OSError."""
@@ -1083,7 +1081,8 @@ class Restore:
             st = os.stat(name, dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
             st = None
-        seen = None if self.changes[path][0] is None else self.walk.key(path) or ""
+        gone = path in self.removed or not self.changes[path][0]
+        seen = None if gone else self.walk.key(path) or ""
         now = st and ("" if stat.S_ISDIR(st.st_mode) else row_of(name, st))
         if st and now and seen and st.st_ino in self.ours:
             now = (*now[:4], *seen[4:5], now[5])  # for its ctime tells that another name is gone
@@ -1091,30 +1090,40 @@ class Restore:
             raise OSError("it has changed meanwhile")
         self.ours.add(st.st_ino if st else 0)
 
-    def remove(self, fd: int, name: str, path: str, old: Entry) -> None:
+    def remove(self, fd: int, name: str, path: str) -> None:
         self.check(fd, name, path)
-        if old.kind == DIR:
-            os.rmdir(name, dir_fd=fd)
-        else:
-            os.unlink(name, dir_fd=fd)
-        self.changes[path] = None, self.changes[path][1]
+        old, _ = self.changes[path]
+        (os.rmdir if old and old.kind == DIR else os.unlink)(name, dir_fd=fd)
+        self.removed.add(path)
 
-    def place(self, fd: int, name: str, path: str, new: Entry) -> None:
+    def place(self, fd: int, name: str, path: str) -> None:
         self.check(fd, name, path)
-        if new.kind == DIR:
+        _, new = self.changes[path]
+        if new and new.kind == DIR:
             before = os.umask(0)
             os.mkdir(name, new.mode | 0o700, dir_fd=fd)
             os.umask(before)
             own(name, os.fstat(fd), dir_fd=fd, follow_symlinks=False)
         elif path in self.staged:
-            with opened(self.walk.root, self.staged[path][0]) as near:
-                os.rename(self.staged[path][1], name, src_dir_fd=near, dst_dir_fd=fd)
+            folder, temporary = self.staged[path]
+            with opened(self.walk.root, folder) as near:
+                os.rename(temporary, name, src_dir_fd=near, dst_dir_fd=fd)
             del self.staged[path]
         else:
-            set_mode(fd, name, new)
+            self.set_mode(fd, name, path)
 
-    def set_folder_mode(self, fd: int, name: str, path: str, new: Entry) -> None:
-        set_mode(fd, name, new, os.O_DIRECTORY)
+    def set_mode(self, fd: int, name: str, path: str) -> None:
+        """Not through a link, and also where the file may not be read. Raises OSError."""
+        _, new = self.changes[path]
+        assert new
+        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY * (new.kind == DIR)
+        file = os.open(name, flags, dir_fd=fd)
+        try:
+            if stat.S_ISLNK(os.fstat(file).st_mode):
+                raise OSError("it is a link now")
+            os.chmod(f"/proc/self/fd/{file}", mode_for(file, new))
+        finally:
+            os.close(file)
 
 
 def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
@@ -1125,19 +1134,8 @@ def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
 def mode_for(file: int, new: Entry) -> int:
     """With the rights of an owner only where that is whose they were."""
     st = os.fstat(file)
-    same = new.kind == DIR or new.owner == f"{st.st_uid} {st.st_gid}"
+    same = new.kind == DIR or new.words == (str(st.st_uid), str(st.st_gid))
     return new.mode if same else new.mode & ~0o6000
-
-
-def set_mode(fd: int, name: str, new: Entry, flags: int = 0) -> None:
-    """Not through a link, and also where the file may not be read. Raises OSError."""
-    file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=fd)
-    try:
-        if stat.S_ISLNK(os.fstat(file).st_mode):
-            raise OSError("it is a link now")
-        os.chmod(f"/proc/self/fd/{file}", mode_for(file, new))
-    finally:
-        os.close(file)
 
 
 # --- What differs ---
@@ -1221,7 +1219,7 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             "size": store.size(b.id) if b and b.kind in (FILE, LINK) else None, "binary": False,
             "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
         for note in [side for side in sides if side.kind == NOTE]:
-            kind, *values = store.note(note.id).decode().split()
+            kind, *values = note.words
             row |= {"kept": False, "seen": kind, "why": not_kept(kind)}
             if kind == "ignored":
                 row |= {"files": int(values[0]), "size": int(values[1])}
@@ -1405,8 +1403,7 @@ class Request:
                           "nothing")
         walk = self.walk()
         steps = [(self.after(event, walk.tree), event["before"]) for event in reversed(turns)]
-        answer = self.bring(walk, "undo", steps, turns=[event["id"] for event in turns])
-        return self.finish(**answer)
+        return self.bring(walk, "undo", steps, [event["id"] for event in turns])
 
     def redo(self) -> dict[str, Any]:
         turn = self.take("turn", str, "")
@@ -1418,8 +1415,7 @@ class Request:
             raise Failure("there is nothing to redo", "No undo is kept that was not redone.",
                           "nothing")
         steps = [(event["after"], event["before"]) for event in again]
-        answer = self.bring(self.walk(), "redo", steps, turns=again[0]["turns"], undo=again[0])
-        return self.finish(**answer)
+        return self.bring(self.walk(), "redo", steps, again[0]["turns"], again[0])
 
     def merge(self) -> dict[str, Any]:
         state = self.store.state
@@ -1428,7 +1424,7 @@ class Request:
                           "nothing")
         base = self.store.merged(self.events).get(self.label, state["first"]["main"])
         theirs = state["last"]["main"]
-        return self.finish(**self.bring(self.walk(), "merge", [(base, theirs)]))
+        return self.bring(self.walk(), "merge", [(base, theirs)])
 
     def prune(self) -> dict[str, Any]:
         dropped = self.store.prune(self.keep, self.most)
@@ -1437,12 +1433,42 @@ class Request:
     def bring(self, walk: Walk, kind: str, steps: list[tuple[str, str]], turns: Sequence[str] = (),
               undo: dict[str, Any] | None = None) -> dict[str, Any]:
         """Merge into the workspace what turns the first tree of each step into the second one."""
-        tree, conflicts = walk.tree, set[str]()
+        restore, dry = self.plan(walk, kind, steps), self.take("dry", bool, False)
+        if self.paths != [""] and not restore.changes and not restore.left:
+            raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
+                          "Paths begin at the top of the workspace.", "missing")
+        if not dry:
+            restore.apply()
+            self.store.state["temporary"] = ""
+            event = self.event(kind, walk.tree, after=self.walk().tree, turns=turns,
+                               files=len(restore.done()), paths=self.paths[:LISTED],
+                               when=self.take("when", str, ""))
+            if kind == "merge":  # what has not come this time comes with the next one
+                base, theirs = steps[0]
+                if self.paths != [""]:
+                    theirs = self.store.graft(base, theirs, self.paths, True)
+                event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
+                                                   - restore.never, False)
+            if self.paths == [""] and (restore.done() or restore.left.keys() <= restore.never):
+                for other in self.events if not undo or undo.get("paths", [""]) == [""] else ():
+                    if other["id"] in turns:
+                        other["undone"] = kind == "undo"
+                if undo:
+                    undo["redone"] = True
+        rows = [{"path": path, "status": what,
+                 "risk": risks(self.store, path, *restore.changes[path], self.agents)}
+                for path, what in restore.done().items()]
+        left = [{"path": path, "why": why, "conflict": path not in restore.never}
+                for path, why in sorted(restore.left.items())]
+        return self.finish(dry=dry, turns=list(turns), changed=rows, left=left)
+
+    def plan(self, walk: Walk, kind: str, steps: list[tuple[str, str]]) -> Restore:
+        """What is to be done, and left, of what was asked for."""
+        restore, tree, conflicts = Restore(walk), walk.tree, set[str]()
         for base, theirs in steps:
             tree, found = self.store.merge(base, tree, theirs)
             conflicts |= found
-        restore = Restore(walk, self.take("discard", bool, False))
-        wanted = list[tuple[str, Entry | None, Entry | None]]()
+        discard = self.take("discard", bool, False)
         for path, old, new in self.store.changes(walk.tree, tree):
             # merge-tree calls a file so where there is a directory of its name
             plain = re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path)
@@ -1451,44 +1477,16 @@ class Request:
             elif below(path, self.paths) and not any(
                     below(name, conflicts) or f"{name}/:dir".lstrip("/") in conflicts
                     for name in (path, plain)):
-                wanted.append((path, old, new))
+                restore.plan(path, old, new, discard)
         for path in {path.removesuffix(":dir").rstrip("/") for path in conflicts}:
-            if below(path, self.paths) and kind == "merge" and in_git(path):
-                restore.left[path] = "what is git's own does not leave a copy"
-                restore.never.add(path)
-            elif below(path, self.paths):
+            if not below(path, self.paths):
+                continue
+            if kind == "merge" and in_git(path):
+                restore.leave(path, "what is git's own does not leave a copy", True)
+            else:
                 restore.conflict(path, self.store.entry(walk.tree, path),
                                  self.store.entry(steps[-1][1], path))
-        restore.plan(wanted)
-        if self.paths != [""] and not restore.done and not restore.left:
-            raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
-                          "Paths begin at the top of the workspace.", "missing")
-        dry = self.take("dry", bool, False)
-        if not dry:
-            restore.apply()
-            self.store.state["temporary"] = ""
-            after = self.walk().tree
-            event = self.event(kind, walk.tree, turns=turns)
-            event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
-                      "when": self.take("when", str, "")}
-            if kind == "merge":  # what has not come this time comes with the next one
-                base, theirs = steps[0]
-                if self.paths != [""]:
-                    theirs = self.store.graft(base, theirs, self.paths, True)
-                event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
-                                                   - restore.never, False)
-            if self.paths == [""] and (restore.done or restore.left.keys() <= restore.never):
-                for other in self.events if not undo or undo.get("paths", [""]) == [""] else ():
-                    if other["id"] in turns:
-                        other["undone"] = kind == "undo"
-                if undo:
-                    undo["redone"] = True
-        rows = [{"path": path, "status": what,
-                 "risk": risks(self.store, path, *restore.planned[path], self.agents)}
-                for path, what in sorted(restore.done.items())]
-        left = [{"path": path, "why": why, "conflict": path not in restore.never}
-                for path, why in sorted(restore.left.items())]
-        return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
+        return restore
 
 
 VERBS = {name: getattr(Request, name) for name in
