@@ -477,7 +477,7 @@ class Pack:
         self.rows = list[tuple[bytes, int, int]]()  # name, checksum and offset of what is written
         self.waiting = list[tuple[bytes, bytes, bytes]]()  # name, kind, data
         self.bytes, self.size = 0, 12  # of what waits, of the file
-        self.thread: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
         self.error: OSError | None = None
 
     def put(self, kind: bytes, data: bytes) -> bytes:
@@ -496,14 +496,15 @@ class Pack:
         return name
 
     def pass_on(self) -> None:
-        """Have a thread write what waits: to compress it takes as long as all the rest."""
-        if not self.thread:
-            import queue
-            import threading
+        """Have threads write what waits: to compress it takes longer than all the rest."""
+        import queue
+        import threading
 
-            self.queue = queue.Queue[Any](4)
-            self.thread = threading.Thread(target=self.work, daemon=True)
-            self.thread.start()
+        if not self.threads:
+            self.queue, self.lock = queue.Queue[Any](4), threading.Lock()
+            self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(2)]
+            for thread in self.threads:
+                thread.start()
         if self.error:
             raise self.error
         self.queue.put(self.waiting)
@@ -512,38 +513,35 @@ class Pack:
     def work(self) -> None:
         for objects in iter(self.queue.get, None):
             try:
-                if not self.error:
-                    self.write(objects)
+                packed = [pack_entry(*entry) for entry in objects]
+                with self.lock:
+                    self.write(packed)
             except OSError as error:
                 self.error = error
 
-    def write(self, objects: list[tuple[bytes, bytes, bytes]]) -> None:
+    def write(self, packed: list[tuple[bytes, int, bytes]]) -> None:
         if not self.rows:
             self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
             self.file.write(bytes(self.size))
-        for name, kind, data in objects:
-            size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
-            while size:
-                head[-1] |= 128
-                head.append(size & 127)
-                size >>= 7
-            packed = bytes(head) + zlib.compress(data, 1)
-            self.rows.append((name, zlib.crc32(packed), self.size))
-            self.size += self.file.write(packed)
+        for name, checksum, data in packed:
+            self.rows.append((name, checksum, self.size))
+            self.size += self.file.write(data)
 
     def finish(self) -> None:
-        if self.thread:
+        import hashlib
+
+        if self.threads:
             self.pass_on()
-            self.queue.put(None)
-            self.thread.join()
+            for _ in self.threads:
+                self.queue.put(None)
+            for thread in self.threads:
+                thread.join()
             if self.error:
                 raise self.error
         elif self.waiting:
-            self.write(self.waiting)
+            self.write([pack_entry(*entry) for entry in self.waiting])
         if not self.rows:
             return
-        import hashlib
-
         with self.file as file:
             file.seek(0)
             file.write(b"PACK" + (2).to_bytes(4) + len(self.rows).to_bytes(4))
@@ -569,6 +567,17 @@ class Pack:
         return b"".join((b"\377tOc", (2).to_bytes(4),
                          *(bisect(firsts, first).to_bytes(4) for first in range(256)), *names,
                          *numbers, *(offset.to_bytes(8) for offset in far)))
+
+
+def pack_entry(name: bytes, kind: bytes, data: bytes) -> tuple[bytes, int, bytes]:
+    """The name, the checksum and the bytes of an object."""
+    size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
+    while size:
+        head[-1] |= 128
+        head.append(size & 127)
+        size >>= 7
+    packed = bytes(head) + zlib.compress(data, 1)
+    return name, zlib.crc32(packed), packed
 
 
 def tree_data(entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
