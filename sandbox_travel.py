@@ -323,7 +323,7 @@ umask 077
 cat >"$1.$$" && chown "$2" "$1.$$" && mv -f "$1.$$" "$1\""""
 
 
-def send_files(engine: Engine, session: Session, id: str, spec: Mapping[str, Any]) -> None:
+def send_files(engine: Engine, session: Session, spec: Mapping[str, Any]) -> None:
     """Put what is in files of this machine into a session's container, for none but its user to
     read. Raises SandboxError.
     """
@@ -336,7 +336,7 @@ def send_files(engine: Engine, session: Session, id: str, spec: Mapping[str, Any
         if len(data) > SENT_BYTES:
             raise SandboxError(f"{source} is too large to be sent to {engine.host}",
                                "put it into the directory, or mount a path of the host", 125)
-        argv = engine.exec_argv(id, ["sh", "-c", PUT, "sandbox", target, session.user],
+        argv = engine.exec_argv(session.id, ["sh", "-c", PUT, "sandbox", target, session.user],
                                 user="0:0", stdin=True)
         status, _, err = Output(argv, LONG_SECONDS, stdin=data).result(1 << 16)
         if status:
@@ -410,7 +410,7 @@ class Bring:
 
         rows = sandbox_changes.rows_of(answer, "changed", {"path": str, "kind": str, "mode": int,
                                                            "size": int})
-        restore = self.shadow.Restore(self, False)
+        restore = self.shadow.Restore(self)
         with tempfile.TemporaryFile() as self.content:
             changes = []
             for item in rows:

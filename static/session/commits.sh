@@ -9,8 +9,8 @@
 branch=$1 how=$2 ours=$3 theirs=/run/sandbox-work/.git
 shift 3
 [ $# = 0 ] || mounts_are "$@" || exit 97
-export HOME="${FOLDER:=/dev/shm}" LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1 \
-  GIT_NO_REPLACE_OBJECTS=1 GIT_ALLOW_PROTOCOL=file
+export HOME="${FOLDER:=/dev/shm}" LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+export GIT_ATTR_NOSYSTEM=1 GIT_NO_REPLACE_OBJECTS=1 GIT_ALLOW_PROTOCOL=file
 cd "$FOLDER" || exit 1
 make_person() {
   git init -q --bare --template= --object-format=$1 person || exit 1
@@ -38,7 +38,8 @@ case $tip in
 "ref: refs/"*)
   ref=${tip#ref: }
   tip=$(text "$theirs/$ref" 100)
-  [ "$tip" ] || tip=$(text $theirs/packed-refs 100000000 | awk -v ref="$ref" '$2 == ref {print $1}') ;;
+  [ "$tip" ] ||
+    tip=$(text $theirs/packed-refs 100000000 | awk -v ref="$ref" '$2 == ref {print $1}') ;;
 esac
 case $tip in *[!0-9a-f]*) tip= ;; esac
 if [ -d $theirs/reftable ]; then
