@@ -803,7 +803,7 @@ KEYS = {key.name: key for key in (
     Key("host", fulfilling(lambda text: not text or is_host(text), "a name of a host"), "--on",
         "HOST", "a host of `hosts`; default: this machine",
         of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
-           "build doctor serve usage budget"),
+           "build doctor serve usage budget", variable="SANDBOX_HOST", above_file=True),
     Key("hosts", some_hosts, own=True),
 )}
 
@@ -1066,11 +1066,12 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
-          fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
+          fds: Mapping[int, int] | None = None, own_group: bool = False,
+          stop: Callable[[int], object] | None = None) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
-    the child is ended first: nobody else knows its pid yet.
+    `stop` ends the child first, or waits for it: nobody else knows its pid yet.
     """
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
@@ -1089,7 +1090,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if pid:
-            terminate(pid)
+            (stop or terminate)(pid)
         raise
 
 
@@ -1157,15 +1158,20 @@ class Output:
     """
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
-                 env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
-        """`seconds` from now it must have ended."""
-        self.argv, self.seconds = argv, seconds
+                 env: Mapping[str, str] | None = None, stdin: bytes = b"",
+                 changes: bool = False) -> None:
+        """`seconds` from now it must have ended. Of a call that `changes` what there is a Ctrl-C
+        waits for the end: a daemon would go on without its client, and what it makes after we have
+        looked what to remove would stay.
+        """
+        self.argv, self.seconds, self.changes = argv, seconds, changes
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
         given = file_of(stdin)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads,
+                             stop=wait_for if changes else None)
         except BaseException:
             self.close(self.out, self.err)
             raise
@@ -1189,7 +1195,11 @@ class Output:
             self.collect(chunks, limit_bytes)
             status = self.wait()
         except BaseException as error:
-            self.end(9 if isinstance(error, EngineProblem) else 15)
+            late = isinstance(error, EngineProblem)
+            if self.changes and not late:
+                wait_for(self.pid)
+            else:
+                self.end(9 if late else 15)
             raise
         finally:
             self.close(*chunks)
@@ -1550,6 +1560,11 @@ def place_name(place: str) -> str:
     return "".join(c if is_plain(c, "_.-") else "-" for c in place.rpartition("://")[2])[:60]
 
 
+def ssh_address(address: str) -> str:
+    """An address as ssh takes it: without a path."""
+    return "/".join(address.split("/")[:3])
+
+
 def kept_folder(host: str) -> str:
     return f"@{host}" if host else ""
 
@@ -1613,7 +1628,7 @@ class Engine:
         "volumes": ("volume", "ls", "-q"),  # prints their names
         "remove-volume": ("volume", "rm"),  # without -f: podman would remove its containers
         "commit": ("commit",),  # makes an image of a container, without what is mounted in it
-        "pull": ("pull", "-q"), "remove-image": ("image", "rm"),
+        "pull": ("pull", "-q"), "push": ("push",), "remove-image": ("image", "rm"),
         "import": ("import",),  # takes a tar archive of a root directory and the image's name
     }
 
@@ -1634,6 +1649,10 @@ class Engine:
     def shares_files(self) -> bool:
         """Whether a path is the same file for the engine as for us."""
         return not self.host
+
+    def ssh_words(self) -> list[str]:
+        """How ssh is told to reach its host; [] where the client does so in another way."""
+        return []
 
     @property
     def is_named(self) -> bool:
@@ -1666,9 +1685,9 @@ class Engine:
         """
         return [*self.client, *self.calls[call], *map(self.bare, names)]
 
-    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> str:
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, changes: bool = False) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = Output(argv, seconds).result()
+        status, out, err = Output(argv, seconds, changes=changes).result()
         if status:
             raise self.failure(err)
         return out
@@ -1789,7 +1808,7 @@ class Engine:
 
     def create(self, argv: Sequence[str]) -> Output:
         """The creation of a container, begun."""
-        return Output(argv, LONG_SECONDS)
+        return Output(argv, LONG_SECONDS, changes=True)
 
     # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
     detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
@@ -2003,6 +2022,11 @@ class Docker(Engine):
                     return str(found["Endpoints"]["docker"]["Host"])
         return ""
 
+    def ssh_words(self) -> list[str]:
+        place = self.client[2] if self.is_named else self.place()
+        address = place if "://" in place else self.endpoint(place)
+        return [ssh_address(address)] if address.startswith("ssh://") else []
+
     def is_rootless(self, fact: str) -> bool:
         return fact == "rootless"
 
@@ -2099,6 +2123,7 @@ class Podman(Engine):
         "storage": ("info", "--format", "{{.Store.GraphRoot}}"),
         "rootless": ("info", "--format", "{{.Host.Security.Rootless}}"),
         "details": ("info", "--format", "json"),
+        "connections": ("system", "connection", "list", "--format", "json"),
     }
 
     def place(self) -> str:
@@ -2106,6 +2131,16 @@ class Podman(Engine):
             return "" if is_here(address) else address
         # On macOS it is the machine, which shares the person's files.
         return os.environ.get("CONTAINER_CONNECTION", "") if sys.platform != "darwin" else ""
+
+    def ssh_words(self) -> list[str]:
+        place = self.client[2] if self.is_named else self.place()
+        address, identity = place, os.environ.get("CONTAINER_SSHKEY", "")
+        if "://" not in place:
+            known = parse_json(self.ask(self.argv("connections")))
+            row = next((row for row in known if row["Name"] == place), {"URI": "", "Identity": ""})
+            address, identity = row["URI"], row["Identity"]
+        words = ["-i", identity] if identity else []
+        return [*words, ssh_address(address)] if address.startswith("ssh://") else []
 
     def is_rootless(self, fact: str) -> bool:
         if fact == "remote":
@@ -2139,9 +2174,11 @@ class Podman(Engine):
                  "labels": row["Labels"]} for row in parse_json(out or "[]")]
 
     def create(self, argv: Sequence[str]) -> Output:
-        return Created(argv, LONG_SECONDS)
+        return Created(argv, LONG_SECONDS, changes=True)
 
     def build_problem(self) -> EngineProblem | None:
+        if self.host:
+            return None
         tables = "nft" if version_numbers(self.version) >= (5,) else "iptables"
         return self.lacks(tables) if os.getuid() == 0 and not program(tables) else None
 
@@ -2256,9 +2293,10 @@ def config_of(args: argparse.Namespace | None = None) -> Config:
         return load_config(flags)
     except SandboxError as error:
         kept: dict[str, Any] = {}
-        for key in ("runtime", "host", "hosts"):  # with a mistake elsewhere these still count
+        for key in KEYS.values():  # with a mistake elsewhere, what says where still counts
             with suppress(SandboxError, KeyError):
-                kept |= Layer({key: read_config()[key]}, "file").values
+                if key.above_file or key.own:
+                    kept |= Layer({key.name: read_config()[key.name]}, "file").values
         config = load_config(flags, data=kept)
         say(error.message)
         return config
@@ -2626,6 +2664,10 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
     if "sandbox.proxy" in session.labels:
         raise NotASession(f"{name} is the proxy of the session {session.labels['sandbox.proxy']}",
                           "name the session, not its proxy", 125)
+    if engine.host and not recall([engine], name):
+        import sandbox_hosts
+
+        sandbox_hosts.take_over(engine, session)
     remember(engine, session)
     return engine, session
 
@@ -2647,22 +2689,35 @@ def memory_path(engine: Engine, name: str) -> str:
 
 
 def making_path(session: Session) -> str:
-    """A file that is there while we make a container with these labels, or have printed how."""
+    """A file that is there while we make a container with these labels, or have printed how. It
+    holds the settings of a new session, or nothing.
+    """
     id = session.labels.get("sandbox.session", "")
     return os.path.join(sandbox_home(), "making", id if is_plain(id, "") and id else "-")
 
 
-def note_making(session: Session) -> None:
+def note_making(session: Session, settings: Mapping[str, Any] | None = None) -> None:
+    text = "" if settings is None else to_json(settings)
     for _ in range(3):  # another's end may take the folder that we have just made
         with suppress(OSError):
             make_private(os.path.dirname(making_path(session)))
-            return os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
+            fd = os.open(making_path(session), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(fd, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+            return
 
 
 def forget_making(session: Session) -> None:
     with suppress(OSError):
         os.unlink(making_path(session))
         os.rmdir(os.path.dirname(making_path(session)))
+
+
+def begin_settings(session: Session, settings: Mapping[str, Any]) -> None:
+    """Give a new session its settings; what has its name in our folders is of an earlier one."""
+    forget_files(session.name)
+    if settings:
+        write_settings(session.name, settings)
 
 
 def remember(engine: Engine, session: Session) -> None:
@@ -2673,6 +2728,8 @@ def remember(engine: Engine, session: Session) -> None:
     known = recall([engine], session.name)
     if making := os.path.exists(making_path(session)):
         session.ours = session.id
+        with suppress(OSError, ValueError, FileError):  # for who made it and was killed
+            begin_settings(session, read_json(making_path(session)))
     if known:
         session.ours = session.ours or known[1].ours
         if not making and (known[1].id, known[1].process) == (session.id, session.process):
@@ -2974,12 +3031,12 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
                    spec: Mapping[str, Any], home: str = "",
                    source: Session | None = None,
                    turn: Callable[[Engine, Session], Turn | None] = lambda *_: None,
-                   ) -> tuple[Engine, Session]:
+                   settings: Mapping[str, Any] | None = None) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
     `spec` is spec_of(config) as it was checked, `home` a volume that is there, as is its copy but
-    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. Raises
-    SandboxError.
+    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. A new session
+    gets these `settings`; without any it has those of its name. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
     name = engine.full(name)
@@ -2990,9 +3047,9 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     session = Session(name, "running", labels)
     make_worktree_config(spec)
     make_protected(spec)
-    status, begun, new = 1, None, bool(source or not home)
+    status, begun, new, done = 1, None, bool(source or not home), False
     try:
-        note_making(session)
+        note_making(session, settings)
         if session.copy and new:
             import sandbox_changes
 
@@ -3011,21 +3068,23 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             status = made if given else 1
         if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
-        if spec.get("sent") and not status:
-            import sandbox_travel
+        if not status:  # only now is the name ours
+            session.id = session.ours = out.strip()
+            if spec.get("sent"):
+                import sandbox_travel
 
-            status = 1
-            sandbox_travel.send_files(engine, session, out.strip(), spec)
-            status = 0
+                sandbox_travel.send_files(engine, session, spec)
+            if settings is not None:
+                begin_settings(session, settings)
+                note_making(session)  # without what it has by now
+            remember(engine, session)
+            done = True
     finally:
-        if status:
+        if not done:
             if begun:
                 begun.drop()
             remove_leftover(engine, session, new)
             forget_making(session)
-        else:
-            session.id = session.ours = out.strip()
-            remember(engine, session)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -3135,9 +3194,6 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
     place = source_of(session.created()[0])
-    if session.copy and place != spec["sources"][0]:
-        raise SandboxError(f"{session.name} works on a copy of {place}, for good",
-                           "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
     aside = engine.full(f"{engine.bare(session.name)[:100]}.{random_id()}")
     home = session.home or new_home()
@@ -3145,11 +3201,15 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
     look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
-        engine.ask(engine.argv("rename", session.id, aside))
+        engine.ask(engine.argv("rename", session.id, aside), changes=True)
         if not session.home:
             copy_home(engine, session, home)
         renew_home(engine, home, before, image, left_places(session, spec))
         _, fresh = create_session([engine], session.name, config, flags, spec, home)
+        if session.hides_keys and fresh.hides_keys:
+            import sandbox_keys
+
+            sandbox_keys.take_counts(engine, session, fresh)
         check_ready(engine, fresh)
     except BaseException:
         if fresh:
@@ -3390,9 +3450,11 @@ def stop_session(engine: Engine, session: Session) -> None:
 def missing_image(engine: Engine, config: Config) -> EngineProblem:
     version = config.get("imageVersion")
     name = [] if config.get("imageName") == IMAGE_NAME else ["--in", config.get("imageName")]
-    remedy = Remedy([["sandbox", "build", "--rt", engine.name, "--iv", version, *name]],
+    where = ["--on", engine.host] if engine.is_named else ["--rt", engine.name]
+    remedy = Remedy([["sandbox", "build", *where, "--iv", version, *name]],
                     lambda: build_image(engine, config))
-    return EngineProblem("image", f"{engine.name} has no image {config.image}", remedy)
+    place = engine.host or engine.name
+    return EngineProblem("image", f"{place} has no image {config.image}", remedy)
 
 
 def check_agent(engine: Engine, config: Config) -> None:
@@ -5480,7 +5542,7 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
 
 def build_failure(engine: Engine) -> SandboxError | None:
     """What has ended a build, where this machine shows it."""
-    root = Output(engine.argv("storage")).result()[1].strip()
+    root = "" if engine.host else Output(engine.argv("storage")).result()[1].strip()
     with suppress(OSError):  # it may be another machine's
         stat = os.statvfs(root)
         if stat.f_bavail * stat.f_frsize < FULL_BYTES:
@@ -5562,10 +5624,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
             home = home_for(request)
             engine, session = create_session(request.engines, request.name, request.config,
                                              request.kept, request.spec, home, request.source,
-                                             request.start_turn)
-        forget_files(session.name)  # an earlier session's
-        if request.source:
-            write_settings(session.name, request.settings)
+                                             request.start_turn,
+                                             request.settings if request.source else {})
         keep_budget(session, request.flags)
         request.fresh = True
         return engine, session
@@ -5666,7 +5726,8 @@ def cmd_run(args: argparse.Namespace) -> int:
         if (not request.looked and request.session
                 and put_rules(request.engines[0], request.session, request, False)):
             try:
-                return converse(request, request.engines[0], request.session)
+                with ports_here(request, request.engines[0], request.session):
+                    return converse(request, request.engines[0], request.session)
             except NotBegun as error:
                 if not error.sure:
                     try:
@@ -5687,12 +5748,22 @@ def cmd_run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
     try:
-        return converse(request, engine, session)
+        with ports_here(request, engine, session):
+            return converse(request, engine, session)
     finally:
         if (args.rm_on_exit and may_remove(engine, session, request.tags)
                 and may_lose(engine, session)):
             with suppress(Changed):
                 remove_session(engine, session)
+
+
+def ports_here(request: RunRequest, engine: Engine, session: Session) -> Any:
+    """Have the ports of a session on another machine reach this one, until it is left."""
+    if not engine.host:
+        return suppress()
+    import sandbox_hosts
+
+    return sandbox_hosts.Ports(engine, session, brief=request.args.background)
 
 
 def converse(request: RunRequest, engine: Engine, session: Session) -> int:
@@ -5793,7 +5864,7 @@ def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
     (_, kept), known, flags = session.created(), session.variables(), flags_layer(request.args)
     words = ["sandbox", "run", "-n", session.name]
     profile, default = request.config.profile, load_config().get("runtime")
-    if engine.name != (default or next(filter(program, ENGINES), "")):
+    if not engine.host and engine.name != (default or next(filter(program, ENGINES), "")):
         words += ["--rt", engine.name]
     words += ["-r", profile] if profile not in ("", session.profile) else []
     words += each("--ef", (path for path in flags.values.get("envFile", ())
@@ -6425,8 +6496,14 @@ def cmd_build(args: argparse.Namespace) -> int:
                  if item.startswith("TOOL=")]
         args.imageVersion, _ = split_build_version(args.imageVersion, tools[-1] if tools else "")
     config = load_config(flags_layer(args), args.profile)
+    if args.push and config.image.startswith("localhost/"):
+        raise SandboxError(f"{config.image} has no registry in its name",
+                           "name one: --in REGISTRY/NAME", 2)
     with_remedies(lambda: build_image(pick_engine(candidates(config))[0], config,
                                       args.update_agents), args.yes)
+    if args.push:
+        engine = pick_engine(candidates(config))[0]
+        return call(engine.argv("push", config.image))
     return 0
 
 
@@ -6527,7 +6604,13 @@ def diagnose_all(flags: Layer) -> list[Check]:
     configuration = check_config()
     config = load_config(flags, data={} if configuration.status == "fail" else None)
     checks, engine = check_engine(config)
-    return [*checks, *(check_image(engine, config) if engine else []), check_disk(), configuration]
+    image = check_image(engine, config) if engine else []
+    if engine and engine.host:
+        import sandbox_hosts
+
+        return [*checks, *image, *sandbox_hosts.check_there(engine, config), configuration]
+    there = config.get("host")
+    return [*checks, *image, *([] if there else [check_disk()]), configuration]
 
 
 def cmd_doctor(args: argparse.Namespace) -> int:
@@ -6697,6 +6780,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "json": ("--json", FLAG | {"help": "print JSON"}),
     "quiet": ("-q --quiet", FLAG | {"help": "print names only"}),
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
+    "push": ("--push", FLAG | {"help": "give it to the registry in its name"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "role": ("--role", FLAG | {"help": "print what a cluster's administrator must grant"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
@@ -6932,6 +7016,8 @@ def complete(words: Sequence[str]) -> list[str]:
         return list(SHORTCUTS)
     if before in KEYS["runtime"].flags:
         return list(ENGINES)
+    if before in KEYS["host"].flags:
+        return list(config_of().get("hosts") or ())
     if before in ("-r", "--run"):
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
@@ -6939,12 +7025,12 @@ def complete(words: Sequence[str]) -> list[str]:
     given = plain_words(parser, words[1:-1])
     named = command in NAMED_ALONE or len(given) == NAMED_AT.get(command)
     if name or before == "--from" or named and not words[-1].startswith("-"):
-        return [row["name"] for row in list_sessions(engines_of())]
+        return [row["name"] for row in list_everywhere(config_of())[0]]
     if command in ("attach", "logs") and len(given) == 1 and not words[-1].startswith("-"):
         jobs = [job["id"] for job in read_jobs(given[0])] if command == "logs" else []
         return [*recorded_terminals(given[0], ended=True), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
-        return [f"{row['name']}:" for row in list_sessions(engines_of())]
+        return [f"{row['name']}:" for row in list_everywhere(config_of())[0]]
     if command in ("diff", "undo") and given and not words[-1].startswith("-"):
         return []
     for action in parser._actions:
@@ -6990,7 +7076,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "budget": ("show or change what agents may use", "session amount",
                partial(cmd_keys, "budget")),
     "prune": ("remove what a crash or a power cut has left", "dry_run copies", cmd_prune),
-    "build": ("build the image", "update_agents profile yes verbose", cmd_build),
+    "build": ("build the image", "update_agents push profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",
                f"what {RUN_OPTIONS} reveal", cmd_config),
     "doctor": ("check what a run needs, and mend it", "json fix role yes verbose", cmd_doctor),

@@ -6,17 +6,21 @@ Imported only where a host is named: who has none pays nothing for it.
 from __future__ import annotations
 
 import os
+import socket
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import sandbox
-from sandbox import Config, Engine, EngineProblem, Output, SandboxError
+from sandbox import Check, Config, Engine, EngineProblem, Output, Remedy, SandboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from sandbox import Session
 
 LIST_SECONDS = 8  # for a host to list its sessions
+CLOCK_SECONDS = 60  # that the clock of a host may be off
 
 
 def driver_of(runtime: Any, place: str) -> type[Engine]:
@@ -74,22 +78,100 @@ def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
         raise SandboxError(f"the {what} {mounts[0]} is on this machine, and {engine.host} is "
                            "another one", '"workspace": "mount" in the profile says that the '
                            f"path is meant on {engine.host}; or work on a copy: --copy", 125)
+    check_ports(engine, spec["ports"])
     if spec.get("workspace") == "copy":
         return dict(spec), sandbox.container_user(rootless)
-    owner = owner_there(engine, spec["image"], spec["directory"])
+    owner = owner_there(engine, config, spec["directory"])
     return {**spec, "sources": mounts, "git": None, "protect": []}, "0:0" if rootless else owner
 
 
-def owner_there(engine: Engine, image: str, path: str) -> str:
+def check_ports(engine: Engine, ports: Sequence[str]) -> None:
+    """Raise SandboxError for ports that cannot be brought to this machine."""
+    for port in ports:
+        if port.endswith("/udp"):
+            raise SandboxError(f"-p {port} would be of {engine.host}, and ssh brings no UDP here",
+                               "leave it out", 125)
+    if ports and not engine.ssh_words():
+        number = ports[0].split(":")[-2]
+        raise SandboxError(f"-p {ports[0]} would be of {engine.host}, which is not reached by ssh",
+                           "leave it out, and if you can log in there, do this once it listens: "
+                           f"ssh -N -L {number}:CONTAINER-ADDRESS:PORT {engine.host}", 125)
+
+
+def forward_argv(engine: Engine, ports: Sequence[str]) -> list[str]:
+    """Has ports that are published on a host listen on the loopback of this machine."""
+    ends = []
+    for port in ports:
+        address, _, number = port.rsplit(":", 1)[0].rpartition(":")
+        address = "127.0.0.1" if address in ("", "0.0.0.0") else address
+        ends.append(f"127.0.0.1:{number}:{address}:{number}")
+    return ["ssh", "-N", "-o", "ExitOnForwardFailure=yes", "-o", "BatchMode=yes",
+            *sandbox.each("-L", ends), *engine.ssh_words()]
+
+
+class Ports:
+    """The ports of a session, on this machine as long as it is held; said how where it is brief."""
+
+    def __init__(self, engine: Engine, session: Session, brief: bool) -> None:
+        self.ports = session.created()[0]["ports"]
+        self.engine, self.session, self.brief, self.pid = engine, session, brief, 0
+
+    def __enter__(self) -> None:
+        if not self.ports:
+            return
+        argv = forward_argv(self.engine, self.ports)
+        if self.brief or any(is_taken(port) for port in self.ports):
+            sandbox.say(f"the ports of {self.session.name} are those of {self.engine.host}"
+                        f"{'' if self.brief else ', and one of them is taken here'}: "
+                        + sandbox.quote_all(argv))
+            return
+        with open(os.devnull, "rb") as null:
+            self.pid = sandbox.spawn(argv, fds={0: null.fileno(), 1: 2}, own_group=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self.pid:
+            sandbox.terminate(self.pid)
+
+
+def is_taken(port: str) -> bool:
+    """Whether something listens on a port of this machine already."""
+    try:
+        socket.create_server(("127.0.0.1", int(port.split(":")[-2]))).close()
+    except OSError:
+        return True
+    return False
+
+
+def check_there(engine: Engine, config: Config) -> list[Check]:
+    """Room and clock of a host, as a container sees them."""
+    script = "df -Pk / | tail -n 1; date +%s"
+    try:
+        out = engine.ask(engine.try_argv(config.image, ["sh", "-c", script], "none"))
+        device, clock = out.strip().split("\n")
+        free, off = int(device.split()[3]) / 1e6, int(clock) - time.time()
+    except (SandboxError, LookupError, ValueError):
+        return []  # as without an image, which another line says
+    room = Remedy([], note=f"make room on {engine.host}: the image and its build need 8 GB")
+    right = Remedy([], note=f"set the clock of {engine.host}")
+    return [Check("disk", "warn" if free < 8 else "ok", f"{free:.0f} GB free on {engine.host}",
+                  room if free < 8 else None),
+            Check("clock", "warn" if abs(off) > CLOCK_SECONDS else "ok",
+                  f"{abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} this machine's",
+                  right if abs(off) > CLOCK_SECONDS else None)]
+
+
+def owner_there(engine: Engine, config: Config, path: str) -> str:
     """uid:gid of a directory of the host. Raises SandboxError where there is none."""
-    argv = engine.closed_argv(sandbox.step_name(), image, ["stat", "-c", "%u:%g", "/there"],
+    argv = engine.closed_argv(sandbox.step_name(), config.image, ["stat", "-c", "%u:%g", "/there"],
                               labels={}, limits={}, capabilities=(),
                               binds=[(path, "/there", "ro")])
     status, out, err = Output(argv, sandbox.LONG_SECONDS).result()
     if not status:
         return out.strip()
+    if engine.diagnose(err) == "image":
+        raise sandbox.missing_image(engine, config)
     error = engine.failure(err)
-    if engine.diagnose(err) != "image":
+    if not isinstance(error, EngineProblem):
         error.hint = f"make the directory on {engine.host}, or correct the path"
     raise error
 
@@ -155,3 +237,20 @@ def check_cut(engine: Engine, session: Session, tag: str, held: bool = False) ->
     if out.strip() == tag and not held:
         raise SandboxError(f"{cut}, and what ran in {session.name} goes on; its output is lost",
                            f"to look at it: {again}", 125)
+
+
+def take_over(engine: Engine, session: Session) -> None:
+    """Take what an earlier version has kept of a session by its name alone."""
+    bare = engine.bare(session.name)
+    note = os.path.join(sandbox.sandbox_home(), "known", f"{engine.name}-{bare}.json")
+    try:
+        if sandbox.read_json(note)["id"] != session.id:
+            return
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    moved = [(path_of(bare), path_of(session.name)) for path_of in
+             (sandbox.jobs_path, sandbox.terminals_path, sandbox.settings_path)]
+    for old, new in [*moved, (note, sandbox.memory_path(engine, session.name))]:
+        with suppress(OSError):
+            sandbox.make_private(os.path.dirname(new))
+            os.rename(old, new)

@@ -10,9 +10,9 @@ Imported only where a copy on such a host is made, merged or removed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import shutil
 import stat
 import time
 import types
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import sandbox
 import sandbox_changes
-from sandbox import LONG_SECONDS, Engine, Output, SandboxError, Session
+from sandbox import CALL_SECONDS, LONG_SECONDS, Engine, Output, SandboxError, Session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 MIRROR_VOLUME, MIRROR_DIRECTORY = "sandbox-mirror-", "/run/sandbox-mirror"
 NO_ROOM_STATUS = 94
@@ -63,20 +63,22 @@ def drop_mirror(engine: Engine, session: Session) -> None:
 
 
 class Seen:
-    """What a directory of this machine holds, by path; `name` comes before each when it is sent.
-    `lacking` says what cannot be sent.
-    """
+    """What a directory of this machine holds, by path, and what of it cannot be sent."""
 
     def __init__(self, name: str, directory: str) -> None:
-        self.name, self.stats = name, dict[str, os.stat_result]()
-        self.lacking = list[str]()
-        self.began = time.time_ns()
+        """`name` is that of its mirror. Raises SandboxError."""
+        self.name, self.stats, self.lacking = name, dict[str, os.stat_result](), list[str]()
+        self.sent_bytes = 0
         try:
             self.root = os.open(directory, READING | os.O_DIRECTORY)
         except OSError as error:
             raise sandbox.FileError(directory, error) from None
-        self.stats[""] = os.fstat(self.root)
-        self.open, self.at = os.dup(self.root), ""  # the directory of the last path()
+
+    def send(self, had: dict[str, str], write: Callable[[bytes], object]) -> None:
+        """Send what the mirror has not `had` so, from where that is taken. Raises BrokenPipeError.
+        """
+        self.had, self.write, self.began = had, write, time.time_ns()
+        self.give(self.root, ".", "", os.fstat(self.root))
         self.look(self.root, "", 0)
 
     def look(self, fd: int, folder: str, depth: int) -> None:
@@ -85,92 +87,93 @@ class Seen:
                 path = f"{folder}{entry.name}"
                 try:
                     st = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(st.st_mode) or stat.S_ISLNK(st.st_mode):
-                        self.stats[path] = st
-                    elif not stat.S_ISDIR(st.st_mode):
-                        self.lacking.append(f"{path}: it is no file")
-                    elif depth == DEPTH:
-                        self.lacking.append(f"{path}: it lies too deep")
-                    else:
-                        inner = os.open(entry.name, READING | os.O_DIRECTORY, dir_fd=fd)
-                        try:
-                            self.stats[path] = st
-                            self.look(inner, f"{path}/", depth + 1)
-                        finally:
-                            os.close(inner)
-                except OSError as error:
+                    if kind_of(st) != "d":
+                        self.give(fd, entry.name, path, st)
+                        continue
+                    if depth == DEPTH:
+                        raise OSError(0, "it lies too deep")
+                    inner = os.open(entry.name, READING | os.O_DIRECTORY, dir_fd=fd)
+                except BrokenPipeError:
+                    raise
+                except OSError as error:  # what the mirror has of it goes
                     self.lacking.append(f"{path}: {error.strerror}")
+                    if self.stats.pop(path, None):
+                        self.write(row("-", f"{self.name}/{path}"))
+                    continue
+                try:
+                    self.give(fd, entry.name, path, st)
+                    self.look(inner, f"{path}/", depth + 1)
+                finally:
+                    os.close(inner)
 
-    def word(self, path: str) -> str:
-        """What tells an unchanged one; "" where that cannot be told yet."""
-        st = self.stats[path]
-        if stat.S_ISDIR(st.st_mode):
-            return f"d {st.st_mode:o} {st.st_mtime_ns}"
-        if max(st.st_mtime_ns, st.st_ctime_ns) > self.began - RACY_NS:
-            return ""
-        kind = "l" if stat.S_ISLNK(st.st_mode) else "f"
-        return (f"{kind} {st.st_mode:o} {st.st_size} {st.st_mtime_ns} {st.st_ctime_ns} {st.st_ino}")
+    def give(self, fd: int, name: str, path: str, st: os.stat_result) -> None:
+        """Send a path, unless the mirror has it so. Raises OSError before it has begun to."""
+        kind = kind_of(st)
+        if not kind:
+            raise OSError(0, "it is no file")
+        whole = f"{self.name}/{path}" if path else self.name
+        self.stats[path], had = st, self.had.pop(whole, None)
+        if had and had == self.word(st):
+            return
+        if had is not None and (had or "d")[0] != kind:
+            self.write(row("-", whole))
+        if kind != "f":
+            more = [os.readlink(name, dir_fd=fd)] if kind == "l" else []
+            self.write(row(kind, whole, self.word(st), *about(st), *more))
+            return
+        file = os.open(name, READING, dir_fd=fd)
+        try:
+            self.stats[path] = st = os.fstat(file)
+            if kind_of(st) != "f":
+                raise OSError(0, "it is no file any more")
+            self.write(row(kind, whole, self.word(st), *about(st)))
+            self.give_content(file, st)
+            if key_of(os.fstat(file)) != key_of(st):
+                self.write(row("?", whole))
+        finally:
+            os.close(file)
 
-    def folder(self, path: str) -> int:
-        """A descriptor of the directory that a path is in, no part of which is a link."""
-        if self.at != (folder := os.path.dirname(path)):
-            fd = os.dup(self.root)
-            for part in folder.split("/") if folder else ():
-                inner = os.open(part, READING | os.O_DIRECTORY, dir_fd=fd)
-                os.close(fd)
-                fd = inner
-            os.close(self.open)
-            self.open, self.at = fd, folder
-        return self.open
-
-    def rows(self, path: str) -> Iterator[bytes]:
-        """What is sent of a path: see receive.py. Raises OSError before the first."""
-        st, name, whole = self.stats[path], os.path.basename(path), self.whole(path)
-        about = [whole, self.word(path), stat.S_IMODE(st.st_mode), st.st_mtime_ns]
-        if stat.S_ISDIR(st.st_mode):
-            yield row("d", *about)
-        elif stat.S_ISLNK(st.st_mode):
-            yield row("l", *about, os.readlink(name, dir_fd=self.folder(path)))
-        else:
-            fd = os.open(name, READING, dir_fd=self.folder(path))
+    def give_content(self, file: int, st: os.stat_result) -> None:
+        """The content without its holes, and the size."""
+        at, sparse = 0, st.st_blocks * 512 < st.st_size
+        while True:
             try:
-                self.stats[path] = st = os.fstat(fd)
-                if not stat.S_ISREG(st.st_mode):
-                    raise OSError(0, "it is no file any more")
-                yield row("f", whole, self.word(path), stat.S_IMODE(st.st_mode), st.st_mtime_ns)
-                yield from chunks(fd, st)
-                if key_of(os.fstat(fd)) != key_of(st):
-                    yield row("?", whole)
-            finally:
-                os.close(fd)
+                at = os.lseek(file, at, os.SEEK_DATA) if sparse else at
+                data = os.pread(file, CHUNK_BYTES, at)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # of which it is that there is no more
+                    self.lacking.append(f"{self.name}: {error.strerror}")
+                at, data = max(at, st.st_size), b""
+            self.write(at.to_bytes(8, "big") + len(data).to_bytes(8, "big"))
+            self.write(data)
+            at += len(data)
+            self.sent_bytes += len(data)
+            if not data:
+                return
 
-    def whole(self, path: str) -> str:
-        return f"{self.name}/{path}" if path else self.name
+    def word(self, st: os.stat_result) -> str:
+        """What tells an unchanged one; "" where that cannot be told yet."""
+        if kind_of(st) == "d":
+            return f"d {st.st_mode:o} {st.st_mtime_ns}"
+        racy = max(st.st_mtime_ns, st.st_ctime_ns) > self.began - RACY_NS
+        return "" if racy else " ".join([kind_of(st), *map(str, key_of(st))])
+
+
+def kind_of(st: os.stat_result) -> str:
+    kinds = {stat.S_IFDIR: "d", stat.S_IFLNK: "l", stat.S_IFREG: "f"}
+    return kinds.get(stat.S_IFMT(st.st_mode), "")
 
 
 def key_of(st: os.stat_result) -> tuple[int, ...]:
     return st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino
 
 
+def about(st: os.stat_result) -> tuple[int, int]:
+    return stat.S_IMODE(st.st_mode), st.st_mtime_ns
+
+
 def row(*values: object) -> bytes:
     return json.dumps(values).encode() + b"\n"
-
-
-def chunks(fd: int, st: os.stat_result) -> Iterator[bytes]:
-    """The content of a file without its holes, and its size."""
-    at, sparse = 0, st.st_blocks * 512 < st.st_size
-    while True:
-        if sparse:
-            try:
-                at = os.lseek(fd, at, os.SEEK_DATA)
-            except OSError:  # no more of it
-                at = max(at, st.st_size)
-        if not (data := os.pread(fd, CHUNK_BYTES, at)):
-            break
-        yield at.to_bytes(8, "big") + len(data).to_bytes(8, "big")
-        yield data
-        at += len(data)
-    yield at.to_bytes(8, "big") + bytes(8)
 
 
 class Helper:
@@ -213,23 +216,29 @@ class Helper:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.step.wipe()
-        if kind and self.pid:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, 9)
-            self.ended()
-            # The end of the engine's client does not end its container.
-            Output(self.engine.argv("remove", self.name), LONG_SECONDS).result()
+        if kind:  # the end of the engine's client does not end its container
+            self.ended(0)
+            with suppress(SandboxError):
+                Output(self.engine.argv("remove", self.name), CALL_SECONDS).result()
         for tree in self.trees:
-            Output.close(tree.root, tree.open)
+            os.close(tree.root)
         Output.close(self.errors)
         self.back.close()
 
-    def ended(self) -> int:
-        """Its status; where it has ended before the time, what was to be sent is lost."""
-        with suppress(OSError):
+    def ended(self, seconds: float = CALL_SECONDS) -> int:
+        """Its status; it is killed where it does not end so soon."""
+        with suppress(OSError):  # what was to be sent is lost
             self.to.close()
-        pid, self.pid = self.pid, 0
-        return sandbox.wait_for(pid)
+        until = time.monotonic() + seconds
+        while self.pid:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid, self.status = 0, sandbox.exit_status(status)
+            elif time.monotonic() > until:
+                os.kill(self.pid, 9)
+            else:
+                time.sleep(0.005)
+        return self.status
 
     def send(self) -> None:
         """Raises SandboxError."""
@@ -237,14 +246,11 @@ class Helper:
         try:
             self.to.write(b"%d\n%s" % (len(program), program))
             self.to.flush()
-            have = self.had()
-            wanted = {tree.whole(path): (tree, path) for tree in self.trees for path in tree.stats}
-            for whole in sorted(have, reverse=True):
-                if whole not in wanted or have[whole][:1] not in ("", kind_of(*wanted[whole])):
-                    self.to.write(row("-", whole))
-            new = [place for whole, place in wanted.items()
-                   if not have.get(whole) or have[whole] != place[0].word(place[1])]
-            self.send_all(new)
+            had = self.had()
+            for tree in self.trees:
+                tree.send(had, self.write)
+            for whole in sorted(had, reverse=True):
+                self.to.write(row("-", whole))
             self.to.write(row("end") + self.given)
             self.to.close()
         except BrokenPipeError:
@@ -253,6 +259,12 @@ class Helper:
             sandbox.say(f"{self.step.head}  {self.step.elapsed()}")
         for line in [line for tree in self.trees for line in tree.lacking][:5]:
             sandbox.say(f"not copied: {line}")
+
+    def write(self, data: bytes) -> None:
+        self.to.write(data)
+        if self.step.live and len(data) > 99:
+            self.step.note(f"{sum(tree.sent_bytes for tree in self.trees) / 1e6:,.1f} MB sent")
+            self.step.draw()
 
     def had(self) -> dict[str, str]:
         """What the mirror has: of each path the word that was sent with it."""
@@ -263,35 +275,19 @@ class Helper:
         except (ValueError, AttributeError, zlib.error):
             raise self.failure() from None
 
-    def send_all(self, new: Sequence[tuple[Seen, str]]) -> None:
-        whole = sum(tree.stats[path].st_size for tree, path in new)
-        sent = 0
-        for tree, path in new:
-            sent += tree.stats[path].st_size
-            try:
-                for data in tree.rows(path):
-                    self.to.write(data)
-            except BrokenPipeError:
-                raise
-            except OSError as error:
-                tree.lacking.append(f"{path}: {error.strerror}")
-                self.to.write(row("-", tree.whole(path)))
-            self.step.note(f"{sent / 1e6:,.1f} of {whole / 1e6:,.1f} MB")
-            self.step.draw()
-
     def output(self) -> bytes:
         """What the command has printed. Raises SandboxError where it has failed."""
         out = self.back.read(sandbox_changes.ANSWER_BYTES)
-        if status := self.ended():
-            raise self.failure(status)
+        if self.ended():
+            raise self.failure(out)
         return out
 
-    def failure(self, status: int = 0) -> SandboxError:
+    def failure(self, out: bytes = b"") -> SandboxError:
         """Why it has ended."""
-        status = status or self.ended()
-        err = os.pread(self.errors, 1 << 16, 0).decode(errors="replace")
+        status = self.ended()
+        err = (os.pread(self.errors, 1 << 16, 0) + out).decode(errors="replace")
         if status == NO_ROOM_STATUS or "No space left on device" in err:
-            Output(self.engine.argv("remove-volume", self.mirror), LONG_SECONDS).result()
+            sandbox.remove_volumes(self.engine, self.mirror)
             return SandboxError(f"there is no room for {self.directory} on {self.engine.host}",
                                 sandbox.NO_ROOM_HINT, 125)
         if status == sandbox_changes.LACKING_STATUS:
@@ -302,11 +298,6 @@ class Helper:
         words = sandbox.one_line(err.strip())[-500:] or f"it ended with status {status}"
         return SandboxError(f"{self.directory} is not all on {self.engine.host}: {words}",
                             "start it again: what has arrived is not sent again", 125)
-
-
-def kind_of(tree: Seen, path: str) -> str:
-    mode = tree.stats[path].st_mode
-    return "d" if stat.S_ISDIR(mode) else "l" if stat.S_ISLNK(mode) else "f"
 
 
 def fill_copy(engine: Engine, session: Session) -> None:
@@ -332,7 +323,7 @@ umask 077
 cat >"$1.$$" && chown "$2" "$1.$$" && mv -f "$1.$$" "$1\""""
 
 
-def send_files(engine: Engine, session: Session, id: str, spec: Mapping[str, Any]) -> None:
+def send_files(engine: Engine, session: Session, spec: Mapping[str, Any]) -> None:
     """Put what is in files of this machine into a session's container, for none but its user to
     read. Raises SandboxError.
     """
@@ -345,7 +336,7 @@ def send_files(engine: Engine, session: Session, id: str, spec: Mapping[str, Any
         if len(data) > SENT_BYTES:
             raise SandboxError(f"{source} is too large to be sent to {engine.host}",
                                "put it into the directory, or mount a path of the host", 125)
-        argv = engine.exec_argv(id, ["sh", "-c", PUT, "sandbox", target, session.user],
+        argv = engine.exec_argv(session.id, ["sh", "-c", PUT, "sandbox", target, session.user],
                                 user="0:0", stdin=True)
         status, _, err = Output(argv, LONG_SECONDS, stdin=data).result(1 << 16)
         if status:
@@ -379,6 +370,7 @@ def ask_mirror(engine: Engine, session: Session, request: Mapping[str, Any],
         left = Bring(helper).bring(answer) if request.get("send") else {}
         helper.ended()
     return answer, left
+
 
 def merge(engine: Engine, session: Session, about: Mapping[str, Any], dry: bool) -> dict[str, Any]:
     """What a shadow answers to merge, for a directory that its host does not see. Raises
@@ -418,7 +410,7 @@ class Bring:
 
         rows = sandbox_changes.rows_of(answer, "changed", {"path": str, "kind": str, "mode": int,
                                                            "size": int})
-        restore = self.shadow.Restore(self, False)
+        restore = self.shadow.Restore(self)
         with tempfile.TemporaryFile() as self.content:
             changes = []
             for item in rows:
@@ -467,7 +459,7 @@ class Bring:
         if path not in self.seen.stats:
             return None
         kinds = {"d": "dir", "l": "link", "f": "file"}
-        return self.shadow.Entry(kinds[kind_of(self.seen, path)], 0, "")
+        return self.shadow.Entry(kinds[kind_of(self.seen.stats[path])], 0, "")
 
     # what Restore asks for
 
@@ -501,47 +493,19 @@ def mirrored_git(session: Session) -> tuple[str, list[tuple[str, str, str]]]:
              (mirror_of(session), MIRROR_DIRECTORY, "ro")])
 
 
-def fetch_commits(engine: Engine, argv: Sequence[str], common: str, branch: str) -> str:
-    """Fetch the bundle that a call prints into a repository; '' or why that failed.
-
-    As in commits.sh git sees a repository that is made here: of the person's it has the objects and
-    the refs, and no configuration or hook.
-    """
+def fetch_commits(argv: Sequence[str], common: str, branch: str) -> tuple[int, str]:
+    """Fetch the bundle that a call prints into a repository; the status and what git has said."""
     import tempfile
 
-    if not sandbox.program("git"):
-        return "there is no git on this machine: install it and merge again"
+    script = sandbox.asset("session/commits.sh").decode()
     with tempfile.TemporaryDirectory() as folder:
-        bundle, ours = f"{folder}/bundle", f"{folder}/person"
-        with open(bundle, "w+b") as file:
-            fds = {0: sandbox.file_of(b""), 1: file.fileno(), 2: sandbox.file_of(b"")}
-            status = sandbox.wait_for(sandbox.spawn(argv, fds=fds))
-            err = os.pread(fds[2], 1 << 16, 0).decode(errors="replace")
-            Output.close(fds[0], fds[2])
-            head = os.pread(file.fileno(), 100, 0)
-        if status:
-            return sandbox.one_line(err.strip())[-500:] or f"git there ended with {status}"
-        env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "LC_ALL": "C",
-               "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull,
-               "GIT_ATTR_NOSYSTEM": "1", "GIT_NO_REPLACE_OBJECTS": "1",
-               "GIT_ALLOW_PROTOCOL": "file"}
-        kind = ["--object-format=sha256"] if b"@object-format=sha256" in head else []
-        argvs = [["init", "-q", "--bare", "--template=", *kind, ours],
-                 [f"--git-dir={ours}", "-c", "transfer.fsckObjects=true",
-                  "-c", "core.hooksPath=/dev/null", "-c", "gc.auto=0",
-                  "-c", "maintenance.auto=false", "fetch", "--no-tags", "--no-write-fetch-head",
-                  "--no-auto-gc", bundle, f"refs/heads/work:refs/heads/{branch}"]]
-        for words in argvs:
-            status, _, err = Output(["git", *words], LONG_SECONDS, env).result(1 << 20)
-            if status:
-                return (f"the branch {branch} has other commits: rename it (git branch -m)"
-                        if "(non-fast-forward)" in err else sandbox.one_line(err.strip())[-500:]
-                        or f"git ended with {status}")
-            if words is argvs[0]:
-                for part in ("objects", "refs"):
-                    shutil.rmtree(f"{ours}/{part}")
-                    os.symlink(f"{common}/{part}", f"{ours}/{part}")
-                for part in ("packed-refs", "shallow"):
-                    if os.path.isfile(f"{common}/{part}"):
-                        os.symlink(f"{common}/{part}", f"{ours}/{part}")
-    return ""
+        (end, out), null, err = os.pipe(), os.open(os.devnull, os.O_RDONLY), sandbox.file_of(b"")
+        env = {"PATH": os.environ.get("PATH", os.defpath), "FOLDER": folder}
+        pids = [sandbox.spawn(argv, fds={0: null, 1: out, 2: err}),
+                sandbox.spawn(["sh", "-c", script, "sandbox", branch, "3", common], env=env,
+                              fds={0: end, 1: 2, 2: err})]
+        Output.close(end, out, null)
+        status = [sandbox.wait_for(pid) for pid in pids]
+    text = os.pread(err, 1 << 16, 0).decode(errors="replace")
+    os.close(err)
+    return status[0] or status[1], text

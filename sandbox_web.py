@@ -24,9 +24,10 @@ All that it uses of sandbox.py (a test compares this list with the code):
         read_settings write_settings lock_settings lock_homes AGENTS options_of
     engines: Engine candidates present_image
     sessions: Session find_session list_everywhere lost_row create_session recreation
-        check_recreation recreate_session start_session stop_session remove_session users_of recall has_ended
-        forget_files generated_name spec_of check_spec check_mounts differences git_of
-        check_removed check_stopped KILLED rename_session duplicate_home settings_beside
+        check_recreation recreate_session start_session stop_session remove_session users_of
+        recall has_ended generated_name spec_of check_spec check_mounts
+        differences git_of check_removed check_stopped KILLED rename_session duplicate_home
+        settings_beside
     network: network_of set_rules change_rules decision_of kept_decisions give_keys
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
         wanted_turn
@@ -47,6 +48,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import math
 import mmap
 import os
 import re
@@ -164,7 +166,8 @@ def as_web_error(error: Exception) -> WebError:
     if isinstance(error, SandboxError):
         code = {2: "bad_request", 125: "engine_failed"}.get(error.code, "failed")
         # What a shadow has refused, see sandbox_changes.py.
-        code = {"missing": "not_found", "nothing": "conflict"}.get(getattr(error, "kind", ""), code)
+        kinds = {"missing": "not_found", "nothing": "conflict", "large": "too_large"}
+        code = kinds.get(getattr(error, "kind", ""), code)
         if isinstance(error, EngineProblem):
             code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
         elif isinstance(error, sandbox.BrokenSession | sandbox.Changed):
@@ -642,6 +645,9 @@ class App(ThreadingHTTPServer):
                                tls is not None, config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.news, self.changes = News(), Changes()
+        # What all sessions have used, and when that was read.
+        self.usage: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
+        self.usage_lock = threading.Lock()
         self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
@@ -1116,7 +1122,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, host=str, **{"keys": object},
+                  image=str, **{"keys": object}, **dict.fromkeys(["host"], str),
                   **dict.fromkeys(["workspace", *SETTINGS], object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
@@ -1162,14 +1168,8 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with sandbox.lock_homes():
         if source:
             home = sandbox.duplicate_home(engines[0], source, config, spec)
-        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source)
-    # Only now is the name ours; what has it in its folders is of an earlier session.
-    sandbox.forget_files(session.name)
-    try:
-        sandbox.write_settings(session.name, settings)
-    except BaseException:
-        sandbox.remove_session(engine, session)
-        raise
+        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source,
+                                                 settings=settings)
     return finish_start(app, engine, session, 201)
 
 
@@ -1292,10 +1292,15 @@ def settings_answer(session: Session) -> Answer:
     settings = sandbox.read_settings(session.name)
     config = sandbox.session_config(session, settings)
     without = sandbox.session_config(session, {})
-    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
+    hidden = hidden_keys(session, config)
+    shown = {key: settings.get(key) for key in SETTINGS}
+    if shown["env"]:
+        shown["env"] = {name: None if name in hidden else value
+                        for name, value in shown["env"].items()}
+    return json_answer({"settings": shown,
                         "effective": in_force(session, config, settings),
                         "configured": in_force(session, without, {}),
-                        "hiddenKeys": hidden_keys(session, config),
+                        "hiddenKeys": hidden,
                         "recreate": recreate_lines(session, config)})
 
 
@@ -1308,15 +1313,54 @@ def hidden_keys(session: Session, config: Config) -> list[str]:
     return sandbox_keys.names(config)
 
 
-def get_usage(_app: App, _request: Request, params: Params) -> Answer:
-    """What a session has used of its models, by day, its budget, and what of that is spent."""
-    import sandbox_keys
-
-    engine, session = find(params["session"])
+def find_hidden(name: str) -> tuple[Engine, Session]:
+    """A session whose keys are hidden. Raises WebError for another."""
+    engine, session = find(name)
     if not session.hides_keys:
         raise WebError("conflict", f"the keys of {session.name} are visible: nothing counts",
                        "create it again with hidden keys")
-    return json_answer(sandbox_keys.used(engine, session))
+    return engine, session
+
+
+def get_usage(_app: App, _request: Request, params: Params) -> Answer:
+    """What a session has used of its models, by day, its budget, and how its broker is."""
+    import sandbox_keys
+
+    engine, session = find_hidden(params["session"])
+    return json_answer({**sandbox_keys.used_by(engine, session),
+                        "broker": sandbox_keys.state_of(engine, session),
+                        "hiddenKeys": hidden_keys(session, sandbox.session_config(session)),
+                        "prices": sandbox_keys.table()["prices"]["date"]})
+
+
+def get_all_usage(app: App, _request: Request, _params: Params) -> Answer:
+    """What all sessions with hidden keys have used. It is given again for a few seconds."""
+    import sandbox_keys
+
+    with app.usage_lock:
+        if time.monotonic() - app.usage[0] > USAGE_SECONDS:
+            engines = sandbox.candidates(sandbox.load_config())
+            entries = sandbox_keys.used(*sandbox_keys.hidden_sessions(engines))
+            app.usage = (time.monotonic(), entries)
+        return json_answer({"sessions": app.usage[1], "day": iso(time.time())[:10],
+                            "prices": sandbox_keys.table()["prices"]["date"]})
+
+
+USAGE_SECONDS = 5
+
+
+def post_budget(app: App, request: Request, params: Params) -> Answer:
+    """Change what agents may use, from the next request on; amounts that are not named stay."""
+    import sandbox_keys
+
+    data = fields(request.json(), budget=object)
+    if "budget" not in data:
+        raise WebError("bad_request", "the budget is missing",
+                       'give budget: such as "10usd", or "" for none')
+    engine, session = find_hidden(params["session"])
+    sandbox_keys.change_budget(engine, session, data["budget"])
+    app.usage = (-math.inf, [])
+    return get_usage(app, request, params)
 
 
 def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -1354,6 +1398,10 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     """
     fields(changes, **dict.fromkeys(SETTINGS, object))
     given = {key: value for key, value in changes.items() if value is not None}
+    if isinstance(env := given.get("env"), dict):  # a value that is not shown stays
+        had = old.get("env", {})
+        given["env"] = {name: had.get(name) if value is None else value
+                        for name, value in env.items()}
     # An empty template means no AGENT mode, where null would mean the default.
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
     values = {key: value for key, value in given.items() if key not in none}
@@ -1950,8 +1998,6 @@ class Changes:
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
         request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
                    **request}
-        if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
-            raise WebError("too_large", "these are too many paths", "name directories")
         return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
                                                          tree != "main"))
 
@@ -2018,9 +2064,6 @@ def post_merge(app: App, request: Request, params: Params) -> Answer:
 
     dry = fields(request.json(), dry=bool).get("dry", False)
     engine, session = find(params["session"])
-    if not session.copy:
-        raise WebError("conflict", f"{session.name} works on the directory itself",
-                       "nothing is to merge")
     with app.changes.alone(session):
         return changes_answer(merge_copy(engine, session, dry))
 
@@ -3245,6 +3288,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/api/profiles", get_profiles),
     ("GET", "/api/directories", get_directories),
     ("GET", "/api/news", get_news),
+    ("GET", "/api/usage", get_all_usage),
     ("GET", "/api/sessions", get_sessions),
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
@@ -3261,6 +3305,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", SESSION + "/network", post_network),
     ("GET", SESSION + "/network/events", get_decisions),
     ("GET", SESSION + "/usage", get_usage),
+    ("POST", SESSION + "/budget", post_budget),
     ("POST", SESSION + "/command", post_command),
     ("POST", SESSION + "/prompt", post_prompt),
     ("GET", SESSION + "/jobs", get_jobs),
@@ -3436,6 +3481,8 @@ def serve(args: argparse.Namespace) -> int:
     if args.runtime:
         # Every configuration that is read from now on has it.
         os.environ["SANDBOX_RUNTIME"] = args.runtime
+    if args.host is not None:
+        os.environ["SANDBOX_HOST"] = args.host
     tls = tls_context(args)
     sandbox.with_remedies(import_websockets, args.yes)
     if not is_loopback(address[0]) and not tls:

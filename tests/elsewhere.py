@@ -90,7 +90,8 @@ class Elsewhere:
         wait_for(lambda: self.machine.run("test", "-S", path).returncode == 0)
         Path(self.environ["CONTAINERS_CONF"]).write_text(
             "[engine]\n[engine.service_destinations.lab]\n"
-            f'uri = "ssh://{USER}@127.0.0.1:{self.port}{path}"\nidentity = "{self.folder}/key"\n')
+            f'uri = "ssh://{USER}@127.0.0.1:{self.port}{path}"\nidentity = "{self.folder}/key"\n'
+            f'[engine.service_destinations.portless]\nuri = "ssh://{USER}@127.0.0.1{path}"\n')
 
     def client(self, *argv: str) -> str:
         """What a client's own command printed, that must succeed."""
@@ -98,6 +99,19 @@ class Elsewhere:
                               capture_output=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def cut(self) -> None:
+        """End all connections, as a network does that is gone for a while."""
+        self.machine.must("pkill", "-KILL", "-f", f"^sshd: (root|{USER})")
+
+    @contextmanager
+    def silent(self, name: str) -> Iterator[None]:
+        """A context whose host takes connections and says nothing: its packets are lost."""
+        with socket.create_server(("127.0.0.1", 0)) as nobody:
+            port = nobody.getsockname()[1]
+            self.client("docker", "context", "create", name, "--docker",
+                        f"host=tcp://127.0.0.1:{port}")
+            yield
 
     def sandbox(self, *argv: str, env: dict[str, str] | None = None, **where: object) -> Result:
         return self.engine.sandbox(*argv, env=self.environ | (env or {}), **where)  # type: ignore[arg-type]

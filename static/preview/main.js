@@ -2,7 +2,7 @@
 // The modules of the main UI do the talking with the service; they lie beside this one, under /ui/.
 
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
-const [{ api, link }, { $, drawn, h, say, toast }, { ago, changesAddress, changesText, lasted, tailOf, working },
+const [{ api, link }, { $, drawn, h, putAt, say, toast }, { ago, changesAddress, changesText, lasted, tailOf, working },
   { agentName, refresh, startPolling, store }, { AgentStream }, { plain }, { setTitle, startNews }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js", "news.js"]
     .map((name) => import(ui + name)));
@@ -241,7 +241,7 @@ function draw() {
     const grid = focused || (works ? busyGrid : restGrid);
     const index = placed.get(grid);
     placed.set(grid, index + 1);
-    if (grid.children[index] !== tile.element && !focused) grid.insertBefore(tile.element, grid.children[index] ?? null);
+    if (!focused) putAt(grid, index, tile.element);
     states.set(row.name, drawn(() => tile.update(row), (why) => tile.undrawn(row, why)));
   }
   rest.hidden = ![...restGrid.children].some((tile) => !tile.hidden);

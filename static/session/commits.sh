@@ -1,15 +1,36 @@
 # Runs in a container of its own as the user of a session: brings the commits of its copy, which is
 # /run/sandbox-work, into the repository at $3 as the branch $1; with $2 = 1 it only counts them, with
-# $2 = 2 it prints them as a bundle, which has them as the branch work. Else it prints how many there
-# are, and how many more other branches, tags, stashes and worktrees of the copy have. What follows
-# are the arguments of mounts_are().
+# $2 = 2 it prints them as a bundle, which has them as the branch work. With $2 = 3 it is no container
+# where it runs, but $FOLDER on the machine of the person, and they come from a bundle on stdin. Else
+# it prints how many there are, and how many more other branches, tags, stashes and worktrees of the
+# copy have. What follows are the arguments of mounts_are().
 # git sees two repositories that are made here: of the copy they have the objects and one commit,
 # of the person's the objects and the refs, and of neither any configuration or hook.
 branch=$1 how=$2 ours=$3 theirs=/run/sandbox-work/.git
 shift 3
 [ $# = 0 ] || mounts_are "$@" || exit 97
-export HOME=/dev/shm LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1 \
-  GIT_NO_REPLACE_OBJECTS=1 GIT_ALLOW_PROTOCOL=file
+export HOME="${FOLDER:=/dev/shm}" LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+export GIT_ATTR_NOSYSTEM=1 GIT_NO_REPLACE_OBJECTS=1 GIT_ALLOW_PROTOCOL=file
+cd "$FOLDER" || exit 1
+make_person() {
+  git init -q --bare --template= --object-format=$1 person || exit 1
+  for part in objects refs; do rm -r person/$part && ln -s "$ours/$part" person; done
+  for part in packed-refs shallow; do [ ! -f "$ours/$part" ] || ln -s "$ours/$part" person; done
+}
+bring() {
+  said=$(git --git-dir=person -c transfer.fsckObjects=true -c core.hooksPath=/dev/null \
+    -c gc.auto=0 -c maintenance.auto=false fetch --no-tags --no-write-fetch-head --no-auto-gc \
+    $1 "refs/heads/work:refs/heads/$branch" 2>&1) && exit 0
+  case $said in *'(non-fast-forward)'*) exit 98 ;; esac
+  echo "$said" >&2
+  exit 1
+}
+if [ "$how" = 3 ]; then
+  command -v git >/dev/null || { echo "there is no git on this machine" >&2; exit 1; }
+  head -c 4294967296 >bundle
+  make_person "$(head -n 2 bundle | grep -aqx '@object-format=sha256' && echo sha256 || echo sha1)"
+  bring bundle
+fi
 # What is read as text may be a FIFO a moment later.
 text() { [ ! -f "$1" ] || timeout 10 head -c "$2" "$1"; }
 tip=$(text $theirs/HEAD 1000)
@@ -17,7 +38,8 @@ case $tip in
 "ref: refs/"*)
   ref=${tip#ref: }
   tip=$(text "$theirs/$ref" 100)
-  [ "$tip" ] || tip=$(text $theirs/packed-refs 100000000 | awk -v ref="$ref" '$2 == ref {print $1}') ;;
+  [ "$tip" ] ||
+    tip=$(text $theirs/packed-refs 100000000 | awk -v ref="$ref" '$2 == ref {print $1}') ;;
 esac
 case $tip in *[!0-9a-f]*) tip= ;; esac
 if [ -d $theirs/reftable ]; then
@@ -38,12 +60,9 @@ others=$(named $theirs)
 format=sha1
 any=${tip:-${others%%[!0-9a-f]*}}
 [ ${#any} = 40 ] || format=sha256
-cd /dev/shm || exit 1
-git init -q --bare --template= --object-format=$format copy &&
-  git init -q --bare --template= --object-format=$format person || exit 1
+git init -q --bare --template= --object-format=$format copy || exit 1
+make_person $format
 echo $theirs/objects >copy/objects/info/alternates
-for part in objects refs; do rm -r person/$part && ln -s $ours/$part person; done
-for part in packed-refs shallow; do [ ! -f $ours/$part ] || ln -s $ours/$part person; done
 text $theirs/shallow 1000000 | grep -Ex '[0-9a-f]{40,64}' >copy/shallow || rm copy/shallow
 count() {
   GIT_ALTERNATE_OBJECT_DIRECTORIES=$theirs/objects git --git-dir=person rev-list --count "$@"
@@ -61,9 +80,4 @@ if [ "$how" = 2 ]; then
   git --git-dir=copy bundle create -q - refs/heads/work --stdin <known
   exit
 fi
-said=$(git --git-dir=person -c transfer.fsckObjects=true -c core.hooksPath=/dev/null \
-  -c gc.auto=0 -c maintenance.auto=false fetch --no-tags --no-write-fetch-head --no-auto-gc \
-  copy "refs/heads/work:refs/heads/$branch" 2>&1) && exit 0
-case $said in *'(non-fast-forward)'*) exit 98 ;; esac
-echo "$said" >&2
-exit 1
+bring copy

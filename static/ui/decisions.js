@@ -1,7 +1,7 @@
 // The Network screen: what a session with an allowlist may reach, and what it tries to reach, as it happens.
 
 import { api } from "./api.js";
-import { busy, drawn, h, problem, redraw, say } from "./dom.js";
+import { busy, drawn, h, problem, putAt, redraw, say } from "./dom.js";
 import { ago, named } from "./format.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
@@ -223,7 +223,7 @@ function decisionList(name, { change, live }) {
       drawn(() => row.draw(), (why) => row.undrawn(why));
       row.element.hidden = only.checked && row.verdict !== "deny";
       if (held) row.element.isConnected || list.append(row.element);
-      else if (list.children[index] !== row.element) list.insertBefore(row.element, list.children[index] ?? null);
+      else putAt(list, index, row.element);
     });
     none.hidden = rows.size > 0;
   }

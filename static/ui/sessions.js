@@ -2,7 +2,7 @@
 
 import { api } from "./api.js";
 import { completeDirectories } from "./directory.js";
-import { $, drawn, h, problem, toast } from "./dom.js";
+import { $, drawn, h, problem, putAt, toast } from "./dom.js";
 import { ago, count, outcome, tailOf, working } from "./format.js";
 import { icon } from "./icons.js";
 import { networkChoice } from "./network.js";
@@ -58,7 +58,7 @@ export function mountList(root, { place }) {
       const item = cards.get(row.name);
       drawn(() => fill(item, row, row.name === name),
         (why) => ($(".doing", item).textContent = why));
-      if (list.children[index] !== item) list.insertBefore(item, list.children[index] ?? null);
+      putAt(list, index, item);
     });
   }
   store.addEventListener("change", draw);
