@@ -1833,6 +1833,10 @@ class Engine:
         """Prints a file of a container, which need not run, as a tar archive."""
         return [*self.client, "cp", f"{self.bare(name)}:{path}", "-"]
 
+    def forward_argv(self, name: str, ports: Sequence[str]) -> list[str]:
+        """Has published ports of a container listen here; [] where the client does not do that."""
+        return []
+
     def role(self) -> str:
         """What an administrator is to grant, for the client of the engine; "" for nothing."""
         return ""

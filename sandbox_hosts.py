@@ -91,15 +91,17 @@ def check_ports(engine: Engine, ports: Sequence[str]) -> None:
         if port.endswith("/udp"):
             raise SandboxError(f"-p {port} would be of {engine.host}, and ssh brings no UDP here",
                                "leave it out", 125)
-    if ports and not engine.ssh_words():
+    if ports and not (engine.ssh_words() or engine.forward_argv("", ports)):
         number = ports[0].split(":")[-2]
         raise SandboxError(f"-p {ports[0]} would be of {engine.host}, which is not reached by ssh",
                            "leave it out, and if you can log in there, do this once it listens: "
                            f"ssh -N -L {number}:CONTAINER-ADDRESS:PORT {engine.host}", 125)
 
 
-def forward_argv(engine: Engine, ports: Sequence[str]) -> list[str]:
+def forward_argv(engine: Engine, id: str, ports: Sequence[str]) -> list[str]:
     """Has ports that are published on a host listen on the loopback of this machine."""
+    if argv := engine.forward_argv(id, ports):
+        return argv
     ends = []
     for port in ports:
         address, _, number = port.rsplit(":", 1)[0].rpartition(":")
@@ -119,14 +121,15 @@ class Ports:
     def __enter__(self) -> None:
         if not self.ports:
             return
-        argv = forward_argv(self.engine, self.ports)
+        argv = forward_argv(self.engine, self.session.id, self.ports)
         if self.brief or any(is_taken(port) for port in self.ports):
             sandbox.say(f"the ports of {self.session.name} are those of {self.engine.host}"
                         f"{'' if self.brief else ', and one of them is taken here'}: "
                         + sandbox.quote_all(argv))
             return
-        with open(os.devnull, "rb") as null:
-            self.pid = sandbox.spawn(argv, fds={0: null.fileno(), 1: 2}, own_group=True)
+        with open(os.devnull, "r+b", 0) as null:
+            self.pid = sandbox.spawn(argv, fds={0: null.fileno(), 1: null.fileno()},
+                                     own_group=True)
 
     def __exit__(self, *_: object) -> None:
         if self.pid:

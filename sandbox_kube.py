@@ -103,7 +103,6 @@ class Kubectl(Engine):
 
     def check_session(self, config: Config, spec: Mapping[str, Any]) -> None:
         mounts = [source for source, _, _ in sandbox.binds_of(spec) if source.startswith("/")]
-        forward = sandbox.quote_all([*self.client, "port-forward"])
         for wrong, what, why, hint in (
                 (spec["network"] == "host", "host as network", "it would be that of a node",
                  "use --net open"),
@@ -116,9 +115,7 @@ class Kubectl(Engine):
                  "its nodes do not see this machine's files",
                  "leave -v and --workspace out; sandbox cp copies what is needed"),
                 (config.is_given("pidsLimit"), "a limit of processes",
-                 "only the kubelet has one, for all pods", "leave pidsLimit out"),
-                (spec["ports"], "published ports", "a pod has an address of its own",
-                 f"leave -p out; then {forward} POD {':'.join(spec['ports'])}")):
+                 "only the kubelet has one, for all pods", "leave pidsLimit out")):
             if wrong:
                 raise SandboxError(f"a cluster cannot give a session {what}: {why}", hint, 125)
 
@@ -142,10 +139,9 @@ class Kubectl(Engine):
     def read_list(self, out: str) -> list[dict[str, Any]]:
         items = sandbox.parse_json(out)["items"]
         pods = {f"pod/{item['metadata']['name']}": item for item in items if item["kind"] == "Pod"}
-        kept = [item for item in items if item["kind"] == "ConfigMap"]
-        ids = {item["metadata"]["annotations"]["sandbox.id"] for item in kept}
-        return [row_of(item, pods.get(item["metadata"]["annotations"]["sandbox.id"]))
-                for item in kept] + [row_of(pod, pod) for id, pod in pods.items() if id not in ids]
+        kept = {id_of(item): item for item in items if id_of(item)}
+        return [row_of(item, pods.get(id)) for id, item in kept.items()] + [
+            row_of(pod, pod) for id, pod in pods.items() if id not in kept]
 
     def image_of_argv(self, name: str) -> list[str]:
         return [*self.client, "get", "configmaps", "-l", selector_of(self, name), "-o",
@@ -210,6 +206,10 @@ class Kubectl(Engine):
     def copy_argv(self, name: str, path: str) -> list[str]:
         return self.program("read", name, path)
 
+    def forward_argv(self, name: str, ports: Sequence[str]) -> list[str]:
+        return [*self.client, "port-forward", "--address", "127.0.0.1", name,
+                *(":".join(port.split(":")[-2:]) for port in ports)]
+
     # -- images --
 
     def image_argv(self, name: str) -> list[str]:
@@ -259,6 +259,11 @@ def selector_of(engine: Engine, name: str) -> str:
     """What finds a session by its name, or by its id."""
     return (f"sandbox.session={name[-10:]}" if name.startswith("pod/")
             else f"sandbox.name={label_of(engine.bare(name))}")
+
+
+def id_of(record: Mapping[str, Any]) -> str:
+    """The id of the session that a ConfigMap is of; '' for none, and for a pod."""
+    return str((record["metadata"].get("annotations") or {}).get("sandbox.id", ""))
 
 
 def row_of(item: Mapping[str, Any], pod: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -384,12 +389,11 @@ def find(engine: Engine, name: str) -> tuple[dict[str, Any], dict[str, Any] | No
     """The record and the pod of a session. Raises SandboxError where there is none."""
     out = engine.ask(engine.list_argv(selector_of(engine, name), ()))
     items = sandbox.parse_json(out)["items"]
-    records = [item for item in items if item["kind"] == "ConfigMap"]
-    if not records:
+    record = next(filter(id_of, items), None)
+    if not record:
         raise SandboxError(f"no such container: {name}")
-    id = records[0]["metadata"]["annotations"]["sandbox.id"]
-    return records[0], next((item for item in items if item["kind"] == "Pod"
-                             and id == f"pod/{item['metadata']['name']}"), None)
+    return record, next((item for item in items if item["kind"] == "Pod"
+                         and id_of(record) == f"pod/{item['metadata']['name']}"), None)
 
 
 def create(engine: Engine, given: str) -> None:
@@ -400,7 +404,7 @@ def create(engine: Engine, given: str) -> None:
     if status:
         raise SandboxError(err.strip())
     bring_up(engine, sandbox.parse_json(record["data"]["pod"]))
-    print(record["metadata"]["annotations"]["sandbox.id"])
+    print(id_of(record))
 
 
 def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
@@ -591,7 +595,7 @@ def copy(engine: Engine, source: str, target: str) -> int:
     """Copy as `docker cp` does: into a folder that is there, else to that name."""
     outward = ":" in source and not os.path.isabs(source)
     name, _, inner = (source if outward else target).partition(":")
-    pod = find(engine, name)[0]["metadata"]["annotations"]["sandbox.id"]
+    pod = id_of(find(engine, name)[0])
     outer = target if outward else source
     content = outer.rstrip("/").endswith("/.") if not outward else inner.endswith("/.")
     source, target = (inner, outer) if outward else (outer, inner)
