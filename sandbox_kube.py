@@ -54,8 +54,7 @@ class Kubectl(Engine):
     options = ("context", "namespace")
     symptoms = {
         "daemon": ("the connection to the server", "unable to connect to the server",
-                   "couldn't get current server api", "context was not found",
-                   "connection refused", "i/o timeout", "no such host"),
+                   "couldn't get current server api"),
     }
     helpers: Mapping[str, str] = {"crun": "crun"}
     hints = {

@@ -232,7 +232,7 @@ def test_what_a_person_may_is_what_the_role_grants(cluster: Cluster, name: str) 
     assert refused.returncode == 125 and "sandbox doctor --on HOST --role" in refused.stderr
     for host, namespace in (("person", "agents"), ("closed", "closed")):
         role = cluster.must("doctor", "--role", "--on", host).stdout
-        cluster.kubectl("apply", "-f", "-", input=role)
+        cluster.kubectl("apply", "-n", namespace, "-f", "-", input=role)
         cluster.kubectl("create", "rolebinding", "sandbox", "--role", "sandbox", "--user", "person",
                         f"--namespace={namespace}")
     closed = cluster.sandbox("run", "-n", name, "--on", "closed", "-x", "true")
