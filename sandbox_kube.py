@@ -56,9 +56,8 @@ class Kubectl(Engine):
         "daemon": ("the connection to the server", "unable to connect to the server",
                    "couldn't get current server api"),
     }
-    helpers: Mapping[str, str] = {"crun": "crun"}
     hints = {
-        "error: context": "kubectl config get-contexts lists those that there are",
+        "context was not found": "kubectl config get-contexts lists those that there are",
         "no node has the image": "push it where the cluster pulls from and say it with --in and "
                                  "--iv, or load it on every node",
         "podsecurity": "sessions need root in a container and what the standard baseline allows; "
@@ -176,9 +175,10 @@ class Kubectl(Engine):
                     capabilities: Sequence[str], binds: Sequence[tuple[str, str, str]],
                     volumes: Sequence[str] = (), user: str = "0:0") -> list[str]:
         pod = pod_of(name, image, ["sleep", str(HELPER_SECONDS)], mounts_of(binds, volumes),
-                     [*capabilities, "SETUID", "SETGID"], {})
+                     [*capabilities, "SETUID", "SETGID"], limits)
         pod["metadata"]["labels"] = {key: label_of(value) for key, value in labels.items()}
         pod["spec"]["activeDeadlineSeconds"] = HELPER_SECONDS
+        pod["spec"]["containers"][0]["resources"]["requests"] = {"memory": "64Mi"}
         return self.program("run", to_json(pod), user, *command)
 
     def try_argv(self, image: str, command: Sequence[str], network: str = "open",
@@ -213,6 +213,9 @@ class Kubectl(Engine):
 
     def image_argv(self, name: str) -> list[str]:
         return ["printf", "%s [] {}\\n", name]  # the nodes have images, and nobody may ask them
+
+    def missing_helpers(self, err: str) -> list[str]:
+        return []
 
     def build_problem(self) -> sandbox.EngineProblem | None:
         message = "a cluster builds no images"
@@ -367,6 +370,8 @@ def carry_out(client: str, verb: str, *words: str) -> int:
     except SandboxError as error:
         print(error.message, file=sys.stderr)
         return 125
+    except KeyboardInterrupt:
+        return 130
 
 
 def kubectl(engine: Engine, *words: str, given: object = None,
