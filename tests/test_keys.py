@@ -326,7 +326,8 @@ def test_the_key_is_nowhere_but_in_the_brokers_memory(hidden: Hidden) -> None:
     # Where the placeholder is, the key would have been found.
     kinds = {place.partition(" of ")[0] for place, content in places.items()
              if placeholder in content}
-    assert kinds == {"environ", "memory"}
+    # Podman keeps the environment of an exec.
+    assert kinds - {"what the engine keeps"} == {"environ", "memory"}
     in_companion = b"".join(map(memory, hidden.pids(hidden.proxy)))
     assert all(key.encode() in in_companion for key in REAL.values())
 
