@@ -689,7 +689,7 @@ def test_what_was_used_outlives_a_restart_of_all(measured: Hidden) -> None:
                                       "written": 0, "written_long": 0, "usd": None}}
     assert entry["spent"]["tokens"] == 2 and entry["budget"] == {"tokens": 1}
     shown = measured.sandbox("usage")
-    assert f"{measured.name}  {day}  stub" in shown.stdout
+    assert [measured.name, day, "stub"] in [line.split()[:3] for line in shown.stdout.splitlines()]
     assert "no price is known of stub; the prices are of 20" in shown.stderr
     assert f"{measured.name}: 2.00 of 1 tokens are spent" in shown.stderr
     assert measured.ask().stdout.startswith("402 ")
@@ -699,6 +699,15 @@ def test_what_was_used_outlives_a_restart_of_all(measured: Hidden) -> None:
     assert json.loads(measured.sandbox("usage", measured.name, "--json").stdout) == before
     refused = measured.ask()
     assert refused.stdout.startswith("402 "), refused
+
+    break_it = f"echo '{{}}' > {sandbox.KEPT_DIRECTORY}/counts.json"
+    assert measured.engine.run("exec", measured.proxy, "sh", "-c", break_it).returncode == 0
+    failed = measured.sandbox("usage", measured.name)
+    assert failed.returncode == 1 and "sandbox recreate begins anew" in failed.stderr
+    made = measured.sandbox("recreate", measured.name)
+    assert made.returncode == 0 and "could not be read, and begin anew" in made.stderr
+    (entry,) = json.loads(measured.sandbox("usage", measured.name, "--json").stdout)
+    assert entry["days"] == {} and entry["left"] == {"tokens": 1}
 
 
 def test_the_web_service_tells_what_was_used_and_raises_a_budget(measured: Hidden) -> None:
