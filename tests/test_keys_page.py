@@ -19,6 +19,8 @@ from test_browser import open_screen, show_decisions, submit, watched
 from test_changes_page import CONTRAST
 from test_keys import REAL, Hidden
 
+import sandbox_keys
+
 __all__ = ["ca", "image"]  # fixtures
 
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
@@ -226,8 +228,13 @@ def test_it_can_be_read_everywhere(page: Page, service: Service, hidden: Hidden,
 
 
 def test_counts_that_lie_hide_nothing(page: Page, service: Service, hidden: Hidden) -> None:
-    put_counts(hidden, {"x" * 500: DAYS[day(0)], day(0): {"seconds": 1e300, "models": {
-        f"{number}{'m' * 300}": [10**30, 10**30, 1, 1, 1, 1, 1e300] for number in range(40)}}})
+    for odd in ("nan", "NaN", 1e400, -1, 1e15, True, None, [], {}):
+        for row in ({"seconds": odd, "models": {}},
+                    {"seconds": 1, "models": {"m": [1, 1, odd, 1, 1, 1, 1]}}):
+            with pytest.raises(ValueError):
+                sandbox_keys.days_of(json.dumps({"days": {day(0): row}}))
+    put_counts(hidden, {"x" * 500: DAYS[day(0)], day(0): {"seconds": 1e14, "models": {
+        f"{number}{'m' * 300}": [10**14] * 6 + [1e14] for number in range(40)}}})
     page.goto(f"http://{service.address}/#/s/{hidden.name}/usage")
     page.see("others", ".legend")
     page.goto(f"http://{service.address}/preview")
