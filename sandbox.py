@@ -1038,11 +1038,12 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
-          fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
+          fds: Mapping[int, int] | None = None, own_group: bool = False,
+          stop: Callable[[int], object] | None = None) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
-    the child is ended first: nobody else knows its pid yet.
+    `stop` ends the child first, or waits for it: nobody else knows its pid yet.
     """
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
@@ -1061,7 +1062,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if pid:
-            terminate(pid)
+            (stop or terminate)(pid)
         raise
 
 
@@ -1129,15 +1130,20 @@ class Output:
     """
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
-                 env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
-        """`seconds` from now it must have ended."""
-        self.argv, self.seconds = argv, seconds
+                 env: Mapping[str, str] | None = None, stdin: bytes = b"",
+                 changes: bool = False) -> None:
+        """`seconds` from now it must have ended. Of a call that `changes` what there is a Ctrl-C
+        waits for the end: a daemon would go on without its client, and what it makes after we have
+        looked what to remove would stay.
+        """
+        self.argv, self.seconds, self.changes = argv, seconds, changes
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
         given = file_of(stdin)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads,
+                             stop=wait_for if changes else None)
         except BaseException:
             self.close(self.out, self.err)
             raise
@@ -1161,7 +1167,11 @@ class Output:
             self.collect(chunks, limit_bytes)
             status = self.wait()
         except BaseException as error:
-            self.end(9 if isinstance(error, EngineProblem) else 15)
+            late = isinstance(error, EngineProblem)
+            if self.changes and not late:
+                wait_for(self.pid)
+            else:
+                self.end(9 if late else 15)
             raise
         finally:
             self.close(*chunks)
@@ -1585,9 +1595,9 @@ class Engine:
         """
         return [self.name, *self.calls[call], *names]
 
-    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> str:
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, changes: bool = False) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = Output(argv, seconds).result()
+        status, out, err = Output(argv, seconds, changes=changes).result()
         if status:
             raise self.failure(err)
         return out
@@ -1700,7 +1710,7 @@ class Engine:
 
     def create(self, argv: Sequence[str]) -> Output:
         """The creation of a container, begun."""
-        return Output(argv, LONG_SECONDS)
+        return Output(argv, LONG_SECONDS, changes=True)
 
     # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
     detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
@@ -2002,7 +2012,7 @@ class Podman(Engine):
                  "labels": row["Labels"]} for row in parse_json(out or "[]")]
 
     def create(self, argv: Sequence[str]) -> Output:
-        return Created(argv, LONG_SECONDS)
+        return Created(argv, LONG_SECONDS, changes=True)
 
     def build_problem(self) -> EngineProblem | None:
         tables = "nft" if version_numbers(self.version) >= (5,) else "iptables"
@@ -2455,22 +2465,35 @@ def memory_path(engine: Engine, name: str) -> str:
 
 
 def making_path(session: Session) -> str:
-    """A file that is there while we make a container with these labels, or have printed how."""
+    """A file that is there while we make a container with these labels, or have printed how. It
+    holds the settings of a new session, or nothing.
+    """
     id = session.labels.get("sandbox.session", "")
     return os.path.join(sandbox_home(), "making", id if is_plain(id, "") and id else "-")
 
 
-def note_making(session: Session) -> None:
+def note_making(session: Session, settings: Mapping[str, Any] | None = None) -> None:
+    text = "" if settings is None else to_json(settings)
     for _ in range(3):  # another's end may take the folder that we have just made
         with suppress(OSError):
             make_private(os.path.dirname(making_path(session)))
-            return os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
+            fd = os.open(making_path(session), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(fd, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+            return
 
 
 def forget_making(session: Session) -> None:
     with suppress(OSError):
         os.unlink(making_path(session))
         os.rmdir(os.path.dirname(making_path(session)))
+
+
+def begin_settings(session: Session, settings: Mapping[str, Any]) -> None:
+    """Give a new session its settings; what has its name in our folders is of an earlier one."""
+    forget_files(session.name)
+    if settings:
+        write_settings(session.name, settings)
 
 
 def remember(engine: Engine, session: Session) -> None:
@@ -2481,6 +2504,8 @@ def remember(engine: Engine, session: Session) -> None:
     known = recall([engine], session.name)
     if making := os.path.exists(making_path(session)):
         session.ours = session.id
+        with suppress(OSError, ValueError, FileError):  # for who made it and was killed
+            begin_settings(session, read_json(making_path(session)))
     if known:
         session.ours = session.ours or known[1].ours
         if not making and (known[1].id, known[1].process) == (session.id, session.process):
@@ -2777,12 +2802,12 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
                    spec: Mapping[str, Any], home: str = "",
                    source: Session | None = None,
                    turn: Callable[[Engine, Session], Turn | None] = lambda *_: None,
-                   ) -> tuple[Engine, Session]:
+                   settings: Mapping[str, Any] | None = None) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
     `spec` is spec_of(config) as it was checked, `home` a volume that is there, as is its copy but
-    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. Raises
-    SandboxError.
+    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. A new session
+    gets these `settings`; without any it has those of its name. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
     check_agent(engine, config)
@@ -2790,9 +2815,9 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     session = Session(name, "running", labels)
     make_worktree_config(spec)
     make_protected(spec)
-    status, begun, new = 1, None, bool(source or not home)
+    status, begun, new, done = 1, None, bool(source or not home), False
     try:
-        note_making(session)
+        note_making(session, settings)
         if session.copy and new:
             import sandbox_changes
 
@@ -2811,15 +2836,19 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             status = made if given else 1
         if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
+        if not status:  # only now is the name ours
+            session.id = session.ours = out.strip()
+            if settings is not None:
+                begin_settings(session, settings)
+                note_making(session)  # without what it has by now
+            remember(engine, session)
+            done = True
     finally:
-        if status:
+        if not done:
             if begun:
                 begun.drop()
             remove_leftover(engine, session, new)
             forget_making(session)
-        else:
-            session.id = session.ours = out.strip()
-            remember(engine, session)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -2916,20 +2945,21 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
     place = source_of(session.created()[0])
-    if session.copy and place != spec["sources"][0]:
-        raise SandboxError(f"{session.name} works on a copy of {place}, for good",
-                           "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
     aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
     fresh = None
     look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
-        engine.ask(engine.argv("rename", session.id, aside))
+        engine.ask(engine.argv("rename", session.id, aside), changes=True)
         if not session.home:
             copy_home(engine, session, home)
         renew_home(engine, home, before, image, left_places(session, spec))
         _, fresh = create_session([engine], session.name, config, flags, spec, home)
+        if session.hides_keys and fresh.hides_keys:
+            import sandbox_keys
+
+            sandbox_keys.take_counts(engine, session, fresh)
         check_ready(engine, fresh)
     except BaseException:
         if fresh:
@@ -5296,10 +5326,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
             home = home_for(request)
             engine, session = create_session(request.engines, request.name, request.config,
                                              request.kept, request.spec, home, request.source,
-                                             request.start_turn)
-        forget_files(session.name)  # an earlier session's
-        if request.source:
-            write_settings(session.name, request.settings)
+                                             request.start_turn,
+                                             request.settings if request.source else {})
         keep_budget(session, request.flags)
         request.fresh = True
         return engine, session

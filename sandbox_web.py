@@ -25,7 +25,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
     engines: Engine candidates present_image
     sessions: Session find_session list_sessions create_session recreation check_recreation
         recreate_session start_session stop_session remove_session users_of recall has_ended
-        forget_files generated_name spec_of check_spec check_mounts differences git_of
+        generated_name spec_of check_spec check_mounts differences git_of
         check_removed check_stopped KILLED rename_session duplicate_home settings_beside
     network: network_of set_rules change_rules decision_of kept_decisions give_keys
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
@@ -164,7 +164,8 @@ def as_web_error(error: Exception) -> WebError:
     if isinstance(error, SandboxError):
         code = {2: "bad_request", 125: "engine_failed"}.get(error.code, "failed")
         # What a shadow has refused, see sandbox_changes.py.
-        code = {"missing": "not_found", "nothing": "conflict"}.get(getattr(error, "kind", ""), code)
+        kinds = {"missing": "not_found", "nothing": "conflict", "large": "too_large"}
+        code = kinds.get(getattr(error, "kind", ""), code)
         if isinstance(error, EngineProblem):
             code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
         elif isinstance(error, sandbox.BrokenSession | sandbox.Changed):
@@ -1147,14 +1148,8 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with sandbox.lock_homes():
         if source:
             home = sandbox.duplicate_home(engines[0], source, config, spec)
-        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source)
-    # Only now is the name ours; what has it in its folders is of an earlier session.
-    sandbox.forget_files(name)
-    try:
-        sandbox.write_settings(name, settings)
-    except BaseException:
-        sandbox.remove_session(engine, session)
-        raise
+        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source,
+                                                 settings=settings)
     return finish_start(app, engine, session, 201)
 
 
@@ -1982,8 +1977,6 @@ class Changes:
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
         request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
                    **request}
-        if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
-            raise WebError("too_large", "these are too many paths", "name directories")
         return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
                                                          tree != "main"))
 
@@ -2050,9 +2043,6 @@ def post_merge(app: App, request: Request, params: Params) -> Answer:
 
     dry = fields(request.json(), dry=bool).get("dry", False)
     engine, session = find(params["session"])
-    if not session.copy:
-        raise WebError("conflict", f"{session.name} works on the directory itself",
-                       "nothing is to merge")
     with app.changes.alone(session):
         return changes_answer(merge_copy(engine, session, dry))
 

@@ -867,12 +867,16 @@ def test_a_session_is_renamed_and_duplicated(page: Page, service: Service, name:
     service.create(name)
     open_screen(page, service, name, "settings")
     field = ".settings [aria-label='Another name']"
-    page.wait(f"document.querySelector({field!r})")
     for wanted, button in ((f"{name}-b", "Rename"), (f"{name}-c", "Duplicate")):
-        page.wait(f"document.querySelector({field!r})?.value !== {wanted!r}")
-        page.eval(f"document.querySelector({field!r}).value = {wanted!r}")
-        page.eval("[...document.querySelectorAll('.settings button')]"
-                      f".find((b) => b.textContent === {button!r}).click()")
+        # At once: the settings of another name are drawn anew.
+        page.wait(f"""(() => {{
+            const field = document.querySelector({field!r});
+            if (!field || field.value === {wanted!r}) return false;
+            field.value = {wanted!r};
+            [...document.querySelectorAll('.settings button')]
+                .find((button) => button.textContent === {button!r}).click();
+            return true;
+        }})()""")
         page.wait(f"location.hash.includes({wanted!r}) && "
                   f"document.querySelector({field!r})?.value === {wanted!r}")
     names = {row["name"] for row in service.get("/api/sessions").json}
