@@ -416,7 +416,9 @@ def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
     claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"]["volumes"]]
     node = node_of(engine, claims) if claims else ""
     if node:  # a claim may be for one node at a time
-        pod["spec"]["nodeName"] = node
+        place = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
+        pod["spec"]["affinity"] = {"nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [place]}}}
     if claims:
         make(engine, *map(claim_of, claims), there=True)
     make(engine, pod)
@@ -426,8 +428,9 @@ def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
 def node_of(engine: Engine, claims: Sequence[str]) -> str:
     """The node of a pod that uses one of some claims."""
     pods = sandbox.parse_json(engine.ask([*engine.client, "get", "pods", "-o", "json"]))["items"]
-    return next((str(pod["spec"].get("nodeName", "")) for pod in pods
-                 if state_of(pod)[0] == "running" and uses(pod).intersection(claims)), "")
+    return next((str(pod["spec"]["nodeName"]) for pod in pods
+                 if state_of(pod)[0] in ("created", "running")
+                 and pod["spec"].get("nodeName") and uses(pod).intersection(claims)), "")
 
 
 def uses(pod: Mapping[str, Any]) -> set[str]:
