@@ -508,7 +508,7 @@ def end(engine: Engine, pod: Mapping[str, Any]) -> None:
     """Delete a pod and wait until it is gone. Raises SandboxError."""
     name = pod["metadata"]["name"]
     status, _, err = kubectl(engine, "delete", "pod", name, "--ignore-not-found",
-                             f"--grace-period={GRACE_SECONDS}", "--timeout=60s")
+                             f"--grace-period={GRACE_SECONDS}", "--timeout=120s")
     if status:
         raise lost(engine, pod) if "timed out" in err else SandboxError(err.strip())
 

@@ -178,7 +178,7 @@ def test_a_port_reaches_this_machine_until_a_signal_ends_the_run(cluster: Cluste
                         "exec python3 -m http.server 8000")
     ask = ["nsenter", "--net=/run/netns/sbxk-lan",  # where the bed's kubectl runs
            "curl", "-sf", "http://127.0.0.1:18080/here"]
-    wait_for(lambda: subprocess.run(ask, capture_output=True).stdout == b"ours\n", 60)
+    wait_for(lambda: subprocess.run(ask, capture_output=True).stdout == b"ours\n", 240)
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == 143
     shown = cluster.kubectl("exec", cluster.pod(name), "-c", "session", "--", "ps")
