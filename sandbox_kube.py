@@ -15,9 +15,7 @@ argv to be printed or started. Commands in a pod are run by static/session/kube.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +30,6 @@ WATCH_SECONDS = 2  # after which we look why a pod is not ready
 PLACED_SECONDS = 60  # for the scheduler to find a node
 STORAGE = "10Gi"
 HELPER_SECONDS = sandbox.HOME_SECONDS  # a pod of one step ends by then, whoever was killed
-SIZE = re.compile(r"(\d+)([bkmg]?)")
 
 # What the kubelet says of a container that will not start as it is.
 NO_IMAGE = ("ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff", "InvalidImageName")
@@ -238,10 +235,13 @@ class Kubectl(Engine):
 
 def valid(name: str, most: int) -> str:
     """A name as Kubernetes has them: lower case, digits and dashes."""
-    return re.sub("[^a-z0-9]+", "-", name.lower())[:most].strip("-") or "session"
+    plain = "".join(c if sandbox.is_plain(c, "") else "-" for c in name.lower())
+    return plain[:most].strip("-") or "session"
 
 
 def digest(text: str) -> str:
+    import hashlib  # what loads it takes longer than all else here
+
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -253,7 +253,8 @@ def record_name(name: str) -> str:
 
 def label_of(value: str) -> str:
     """A value of a label that finds this one and no other."""
-    fits = re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", value)
+    fits = (0 < len(value) < 64 and sandbox.is_plain(value, "_.-")
+            and value[0].isalnum() and value[-1].isalnum())
     return value if fits else f"{valid(value, 40)}.{digest(value)}"
 
 
@@ -311,8 +312,8 @@ def mounts_of(binds: Iterable[tuple[str, str, str]],
 
 def quantity(limit: str) -> str:
     """A size as Kubernetes writes it, of one as docker does."""
-    number, unit = SIZE.fullmatch(limit.lower()).groups()  # type: ignore[union-attr]
-    return number + {"k": "Ki", "m": "Mi", "g": "Gi"}.get(unit, "")
+    number = limit.lower().rstrip("bkmg")
+    return number + {"k": "Ki", "m": "Mi", "g": "Gi"}.get(limit.lower()[len(number):], "")
 
 
 def pod_of(name: str, image: str, command: Sequence[str], mounts: Sequence[tuple[str, str, bool]],
