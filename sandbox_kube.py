@@ -55,8 +55,9 @@ class Kubectl(Engine):
     }
     hints = {
         "context was not found": "kubectl config get-contexts lists those that there are",
-        "no node has the image": "push it where the cluster pulls from and say it with --in and "
-                                 "--iv, or load it on every node",
+        '" does not exist': "kubectl config get-contexts lists those that there are",
+        "no node has the image": "sandbox build --push --in REGISTRY/NAME, and --in with the "
+                                 "run; or load it on every node",
         "podsecurity": "sessions need root in a container and what the standard baseline allows; "
                        "an administrator labels the namespace so",
         "unable to admit pod": "sessions need root in a container and what the standard baseline "
@@ -214,10 +215,10 @@ class Kubectl(Engine):
     def missing_helpers(self, err: str) -> list[str]:
         return []
 
-    def build_problem(self) -> sandbox.EngineProblem | None:
-        message = "a cluster builds no images"
-        note = "build here, push it where the cluster pulls from, and say it with --in and --iv"
-        return sandbox.EngineProblem("image", message, sandbox.Remedy([], note=note))
+    def build_argv(self, tag: str, folder: str, labels: Mapping[str, str], args: Sequence[str],
+                   host_network: bool) -> list[str]:
+        raise SandboxError("a cluster builds no images",
+                           "sandbox build --push --in REGISTRY/NAME builds one here", 125)
 
     def address(self) -> str:
         return "the context of kubectl"

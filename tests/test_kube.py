@@ -248,7 +248,7 @@ def test_what_a_person_may_is_what_the_role_grants(cluster: Cluster, name: str) 
 
 def test_an_image_that_no_node_has(cluster: Cluster, name: str) -> None:
     refused = cluster.must("run", "-n", name, "--iv", "0.0-none", "-x", "true", status=125)
-    assert "no node has the image" in refused.stderr and "push it" in refused.stderr
+    assert "no node has the image" in refused.stderr and "build --push" in refused.stderr
     cluster.must("prune", "--on", "k8s")
     wait_for(lambda: not cluster.left())
 
@@ -258,6 +258,8 @@ def test_what_a_cluster_cannot_is_refused(cluster: Cluster, name: str) -> None:
                   ["--keys", "hidden"], ["--pids-limit", "9"]):
         refused = cluster.must("run", "-n", name, *asked, "-x", "true", status=125)
         assert "a cluster cannot give a session" in refused.stderr, refused.stderr
+    refused = cluster.must("build", "--on", "k8s", status=1)
+    assert "a cluster builds no images" in refused.stderr, refused.stderr
     assert not cluster.left()
 
 
