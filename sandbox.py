@@ -3044,9 +3044,9 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     """
     engine, rootless = pick_engine(engines)
     name = engine.full(name)
-    engine.check_session(config, spec)
     check_agent(engine, config)
     spec, user = placed(engine, config, spec, rootless)
+    engine.check_session(config, spec)
     labels = labels_of(config, flags, spec, user, home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
