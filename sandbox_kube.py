@@ -507,12 +507,15 @@ def restart(engine: Engine, *names: str) -> None:
 
 
 def end(engine: Engine, pod: Mapping[str, Any]) -> None:
-    """Delete a pod and wait until it is gone. Raises SandboxError."""
-    name = pod["metadata"]["name"]
-    status, _, err = kubectl(engine, "delete", "pod", name, "--ignore-not-found",
-                             f"--grace-period={GRACE_SECONDS}", "--timeout=120s")
+    """Delete a pod and wait until it is gone, unless its node is. Raises SandboxError."""
+    answers = state_of(pod)[0] != "lost"
+    status, _, err = kubectl(engine, "delete", "pod", pod["metadata"]["name"], "--ignore-not-found",
+                             f"--grace-period={GRACE_SECONDS}", f"--wait={str(answers).lower()}",
+                             "--timeout=120s")
+    if not answers or "timed out" in err:
+        raise lost(engine, pod)
     if status:
-        raise lost(engine, pod) if "timed out" in err else SandboxError(err.strip())
+        raise SandboxError(err.strip())
 
 
 def lost(engine: Engine, pod: Mapping[str, Any]) -> SandboxError:
