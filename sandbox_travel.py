@@ -255,7 +255,7 @@ class Helper:
             self.to.close()
         except BrokenPipeError:
             raise self.failure() from None
-        if time.monotonic() - self.step.began > 1:
+        if any(tree.sent_bytes for tree in self.trees) and time.monotonic() - self.step.began > 1:
             sandbox.say(f"{self.step.head}  {self.step.elapsed()}")
         for line in [line for tree in self.trees for line in tree.lacking][:5]:
             sandbox.say(f"not copied: {line}")
@@ -393,6 +393,8 @@ class Bring:
     """
 
     def __init__(self, helper: Helper) -> None:
+        from importlib.abc import InspectLoader
+
         self.helper, self.seen = helper, helper.trees[0]
         self.root, self.store, self.state = self.seen.root, self, dict[str, str]()
         self.note = sandbox.kept_path("merging", helper.session.name)
@@ -401,7 +403,7 @@ class Bring:
                           if os.path.basename(path).startswith(ours)]
         self.folders = {path for path, st in self.seen.stats.items() if stat.S_ISDIR(st.st_mode)}
         self.shadow: Any = types.ModuleType("shadow")
-        exec(compile(sandbox.asset("image/shadow.py"), "shadow.py", "exec"), self.shadow.__dict__)
+        exec(InspectLoader.source_to_code(sandbox.asset("image/shadow.py")), self.shadow.__dict__)
         self.places = dict[str, tuple[int, int]]()
 
     def bring(self, answer: Mapping[str, Any]) -> dict[str, str]:
