@@ -293,7 +293,7 @@ class Helper:
         if status == sandbox_changes.LACKING_STATUS:
             return SandboxError(f"{self.session.created()[0]['image']} has no python3",
                                 "a copy needs it: sandbox build", 125)
-        if status == 125 and err.strip():
+        if status in (125, 126, 127) and err.strip():
             return self.engine.failure(err)
         words = sandbox.one_line(err.strip())[-500:] or f"it ended with status {status}"
         return SandboxError(f"{self.directory} is not all on {self.engine.host}: {words}",

@@ -82,7 +82,7 @@ def far(there: Elsewhere, home: Path, project: Path) -> Iterator[Far]:
     yield far
     for name in far.names:
         far.sandbox("rm", "-f", f"{name}@big", fails=None)
-    far.sandbox("prune", "--on", "big", "--copies", "--yes", fails=None)
+    far.sandbox("prune", "--on", "big", "--copies", fails=None)
 
 
 @pytest.fixture
