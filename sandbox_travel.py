@@ -107,7 +107,7 @@ class Seen:
                     os.close(inner)
 
     def give(self, fd: int, name: str, path: str, st: os.stat_result) -> None:
-        """Send a path, unless the mirror has it so. Raises OSError before it has begun to."""
+        """Send a path, unless the mirror has it so. Raises OSError where that is not whole."""
         kind = kind_of(st)
         if not kind:
             raise OSError(0, "it is no file")
@@ -135,21 +135,21 @@ class Seen:
 
     def give_content(self, file: int, st: os.stat_result) -> None:
         """The content without its holes, and the size."""
-        at, sparse = 0, st.st_blocks * 512 < st.st_size
-        while True:
+        at, data, failed = 0, b"-", None
+        while data:
             try:
-                at = os.lseek(file, at, os.SEEK_DATA) if sparse else at
-                data = os.pread(file, CHUNK_BYTES, at)
+                if st.st_blocks * 512 < st.st_size:
+                    at = os.lseek(file, at, os.SEEK_DATA)
+                data = os.pread(file, min(CHUNK_BYTES, max(0, st.st_size - at)), at)
             except OSError as error:
-                if error.errno != errno.ENXIO:  # of which it is that there is no more
-                    self.lacking.append(f"{self.name}: {error.strerror}")
                 at, data = max(at, st.st_size), b""
+                failed = error if error.errno != errno.ENXIO else None  # no more comes but a hole
             self.write(at.to_bytes(8, "big") + len(data).to_bytes(8, "big"))
             self.write(data)
             at += len(data)
             self.sent_bytes += len(data)
-            if not data:
-                return
+        if failed:
+            raise failed
 
     def word(self, st: os.stat_result) -> str:
         """What tells an unchanged one; "" where that cannot be told yet."""
@@ -269,7 +269,7 @@ class Helper:
     def had(self) -> dict[str, str]:
         """What the mirror has: of each path the word that was sent with it."""
         try:
-            size = int(self.back.readline(20))
+            size = min(int(self.back.readline(20)), WORDS_BYTES)
             words = zlib.decompressobj().decompress(self.back.read(size), WORDS_BYTES)
             return {path: str(word) for path, word in sandbox.parse_json(words).items()}
         except (ValueError, AttributeError, zlib.error):

@@ -22,11 +22,12 @@ from harness import Table, median
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
+from conftest import Engine, copy_code, write_config  # noqa: E402
+from elsewhere import configure, elsewhere  # noqa: E402
+
 import sandbox  # noqa: E402
 import sandbox_changes  # noqa: E402
 import sandbox_travel  # noqa: E402
-from conftest import Engine, copy_code, write_config  # noqa: E402
-from elsewhere import configure, elsewhere  # noqa: E402
 
 IMAGE_NAME = "localhost/sandbox"
 
