@@ -227,6 +227,8 @@ class Helper:
 
     def ended(self, seconds: float = CALL_SECONDS) -> int:
         """Its status; it is killed where it does not end so soon."""
+        if self.pid and not seconds:  # what is still to be sent would wait for it
+            os.kill(self.pid, 9)
         with suppress(OSError):  # what was to be sent is lost
             self.to.close()
         until = time.monotonic() + seconds
