@@ -279,6 +279,8 @@ class Helper:
 
     def output(self) -> bytes:
         """What the command has printed. Raises SandboxError where it has failed."""
+        self.step.note("all is there: the copy is being filled")
+        self.step.draw()
         out = self.back.read(sandbox_changes.ANSWER_BYTES)
         if self.ended():
             raise self.failure(out)
