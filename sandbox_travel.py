@@ -107,7 +107,7 @@ class Seen:
                     os.close(inner)
 
     def give(self, fd: int, name: str, path: str, st: os.stat_result) -> None:
-        """Send a path, unless the mirror has it so. Raises OSError before it has begun to."""
+        """Send a path, unless the mirror has it so. Raises OSError where that is not whole."""
         kind = kind_of(st)
         if not kind:
             raise OSError(0, "it is no file")
@@ -135,21 +135,21 @@ class Seen:
 
     def give_content(self, file: int, st: os.stat_result) -> None:
         """The content without its holes, and the size."""
-        at, sparse = 0, st.st_blocks * 512 < st.st_size
-        while True:
+        at, data, failed = 0, b"-", None
+        while data:
             try:
-                at = os.lseek(file, at, os.SEEK_DATA) if sparse else at
-                data = os.pread(file, CHUNK_BYTES, at)
+                if st.st_blocks * 512 < st.st_size:
+                    at = os.lseek(file, at, os.SEEK_DATA)
+                data = os.pread(file, min(CHUNK_BYTES, max(0, st.st_size - at)), at)
             except OSError as error:
-                if error.errno != errno.ENXIO:  # of which it is that there is no more
-                    self.lacking.append(f"{self.name}: {error.strerror}")
                 at, data = max(at, st.st_size), b""
+                failed = error if error.errno != errno.ENXIO else None  # no more comes but a hole
             self.write(at.to_bytes(8, "big") + len(data).to_bytes(8, "big"))
             self.write(data)
             at += len(data)
             self.sent_bytes += len(data)
-            if not data:
-                return
+        if failed:
+            raise failed
 
     def word(self, st: os.stat_result) -> str:
         """What tells an unchanged one; "" where that cannot be told yet."""
@@ -227,6 +227,8 @@ class Helper:
 
     def ended(self, seconds: float = CALL_SECONDS) -> int:
         """Its status; it is killed where it does not end so soon."""
+        if self.pid and not seconds:  # what is still to be sent would wait for it
+            os.kill(self.pid, 9)
         with suppress(OSError):  # what was to be sent is lost
             self.to.close()
         until = time.monotonic() + seconds
@@ -255,7 +257,7 @@ class Helper:
             self.to.close()
         except BrokenPipeError:
             raise self.failure() from None
-        if time.monotonic() - self.step.began > 1:
+        if any(tree.sent_bytes for tree in self.trees) and time.monotonic() - self.step.began > 1:
             sandbox.say(f"{self.step.head}  {self.step.elapsed()}")
         for line in [line for tree in self.trees for line in tree.lacking][:5]:
             sandbox.say(f"not copied: {line}")
@@ -269,7 +271,7 @@ class Helper:
     def had(self) -> dict[str, str]:
         """What the mirror has: of each path the word that was sent with it."""
         try:
-            size = int(self.back.readline(20))
+            size = min(int(self.back.readline(20)), WORDS_BYTES)
             words = zlib.decompressobj().decompress(self.back.read(size), WORDS_BYTES)
             return {path: str(word) for path, word in sandbox.parse_json(words).items()}
         except (ValueError, AttributeError, zlib.error):
@@ -277,6 +279,8 @@ class Helper:
 
     def output(self) -> bytes:
         """What the command has printed. Raises SandboxError where it has failed."""
+        self.step.note("all is there: the copy is being filled")
+        self.step.draw()
         out = self.back.read(sandbox_changes.ANSWER_BYTES)
         if self.ended():
             raise self.failure(out)
@@ -293,7 +297,7 @@ class Helper:
         if status == sandbox_changes.LACKING_STATUS:
             return SandboxError(f"{self.session.created()[0]['image']} has no python3",
                                 "a copy needs it: sandbox build", 125)
-        if status == 125 and err.strip():
+        if status in (125, 126, 127) and err.strip():
             return self.engine.failure(err)
         words = sandbox.one_line(err.strip())[-500:] or f"it ended with status {status}"
         return SandboxError(f"{self.directory} is not all on {self.engine.host}: {words}",
@@ -393,6 +397,8 @@ class Bring:
     """
 
     def __init__(self, helper: Helper) -> None:
+        from importlib.abc import InspectLoader
+
         self.helper, self.seen = helper, helper.trees[0]
         self.root, self.store, self.state = self.seen.root, self, dict[str, str]()
         self.note = sandbox.kept_path("merging", helper.session.name)
@@ -401,7 +407,7 @@ class Bring:
                           if os.path.basename(path).startswith(ours)]
         self.folders = {path for path, st in self.seen.stats.items() if stat.S_ISDIR(st.st_mode)}
         self.shadow: Any = types.ModuleType("shadow")
-        exec(compile(sandbox.asset("image/shadow.py"), "shadow.py", "exec"), self.shadow.__dict__)
+        exec(InspectLoader.source_to_code(sandbox.asset("image/shadow.py")), self.shadow.__dict__)
         self.places = dict[str, tuple[int, int]]()
 
     def bring(self, answer: Mapping[str, Any]) -> dict[str, str]:

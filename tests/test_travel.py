@@ -82,7 +82,7 @@ def far(there: Elsewhere, home: Path, project: Path) -> Iterator[Far]:
     yield far
     for name in far.names:
         far.sandbox("rm", "-f", f"{name}@big", fails=None)
-    far.sandbox("prune", "--on", "big", "--copies", "--yes", fails=None)
+    far.sandbox("prune", "--on", "big", "--copies", fails=None)
 
 
 @pytest.fixture
@@ -207,7 +207,8 @@ def test_credentials_and_env_files_travel(far: Far, name: str) -> None:
     secret.unlink()
     refused = far.sandbox("run", "--on", "big", "-n", f"{name}x", "-v",
                           f"{secret}:/data", "-x", "true", fails=125)
-    assert far.volumes("copy") == far.volumes("copy")[:1]
+    assert "is on this machine" in refused.stderr
+    assert len(far.volumes("copy")) == 1
 
 
 # --- Only what has changed ---
@@ -305,7 +306,7 @@ def test_a_cut_merge_goes_on(far: Far, name: str) -> None:
     far.run(name, "for i in $(seq 300); do head -c 100000 /dev/urandom >f$i; done")
     new = {path.name: path.read_bytes() for path in
            far.files(far.volumes("copy")[0]).iterdir()}
-    for pause in range(6):
+    for pause in range(4):
         argv = far.engine.sandbox_argv("merge", f"{name}@big")
         where = far.engine.where(cwd=far.project, env=far.there.environ)
         with Process(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,

@@ -90,7 +90,6 @@ class Mirror:
         if time.monotonic() - self.noted > 1:
             self.note.flush()
             self.noted = time.monotonic()
-            signal.alarm(IDLE_SECONDS)
 
     def drop(self, path: str) -> None:
         self.keep(path, "", None)
@@ -147,6 +146,7 @@ class Mirror:
 
 
 def exactly(size: int) -> bytes:
+    signal.alarm(IDLE_SECONDS)
     data = source.read(size)
     if len(data) < size:
         raise EOFError
@@ -161,6 +161,7 @@ def receive(mirror: Mirror) -> None:
         while (row := json.loads(source.readline() or "null")) != ["end"]:
             if not row:
                 raise EOFError
+            signal.alarm(IDLE_SECONDS)
             if row[0] == "-":
                 mirror.drop(row[1])
             elif row[0] == "?":
