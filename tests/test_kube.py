@@ -244,7 +244,8 @@ def test_what_a_person_may_is_what_the_role_grants(cluster: Cluster, name: str) 
     cluster.must("rm", "-f", "renamed@person")
     wait_for(lambda: not cluster.left())
     cluster.must("prune", "--on", "closed")
-    wait_for(lambda: "sandbox-" not in cluster.kubectl("get", "pods,configmaps,pvc", "-n", "closed"))
+    there = ("get", "pods,configmaps,pvc", "-n", "closed")
+    wait_for(lambda: "sandbox-" not in cluster.kubectl(*there))
 
 
 def test_an_image_that_no_node_has(cluster: Cluster, name: str) -> None:
