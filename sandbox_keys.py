@@ -335,9 +335,10 @@ def use_of(session: Session, asked: Output) -> dict[str, Any]:
         days = {} if status else days_of(read_counts(out))
         budget = sandbox.session_config(session).get("budget") or {}
     except ValueError:
-        return {"name": session.name, "error": f"the counts of {session.name} cannot be read"}
-    except SandboxError as error:
-        return {"name": session.name, "error": error.message}
+        error = f"the counts of {session.name} cannot be read; sandbox recreate begins anew"
+        return {"name": session.name, "error": error}
+    except SandboxError as failure:
+        return {"name": session.name, "error": failure.message}
     spent = spent_of(days, budget.get("per", "session"))
     unpriced = {model for row in days.values() for model, counts in row["models"].items()
                 if counts["usd"] is None}
@@ -351,7 +352,7 @@ def used_by(engine: Engine, session: Session) -> dict[str, Any]:
     """What one session has used. Raises SandboxError."""
     (entry,) = used(engine, [session])
     if error := entry.get("error"):
-        raise SandboxError(error, f"look at the session: sandbox net log {session.name}")
+        raise SandboxError(error)
     return entry
 
 
@@ -364,7 +365,7 @@ def take_counts(engine: Engine, old: Session, new: Session) -> None:
         try:
             days_of(data := read_counts(out))
         except ValueError:
-            sandbox.say(f"the counts of {new.name} cannot be read: it counts from nothing")
+            sandbox.say(f"the counts of {new.name} could not be read, and begin anew")
         else:
             ask(engine, new, {"do": "set", "days": data["days"]})
 
