@@ -1198,10 +1198,16 @@ class Output:
                 if not data:
                     poller.unregister(fd)
                     left -= 1
+                elif self.is_whole(fd, data):
+                    return
             total = sum(len(data) for parts in chunks.values() for data in parts)
             if limit_bytes and total > limit_bytes:
                 self.kill(9)
                 return
+
+    def is_whole(self, fd: int, data: bytes) -> bool:
+        """Whether nothing more than this is awaited, not even the end."""
+        return False
 
     def wait(self) -> int:
         """The exit status of a process that has closed its streams, which most do by ending."""
