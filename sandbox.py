@@ -4137,8 +4137,12 @@ class RunRequest:
             agent = ""  # the person has said so at the prompt
         if self.only_tells:
             return None
+        words = command
+        if agent and self.config.get("yolo"):  # without what we have added
+            told = command[len(self.base()):]
+            words = [command[0], *(word.partition("\n")[0] for word in told)]
         about = {"id": random_id(), "what": "agent" if agent else "command",
-                 "command": title_of(command)}
+                 "command": title_of(words)}
         turn = wanted_turn(self.config, engine, session, about, bool(agent))
         if turn:
             turn.prompts = (bool(agent) and not self.is_passing
