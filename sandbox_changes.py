@@ -114,16 +114,19 @@ class Asked:
     """A request to the shadow of a session, begun: the verbs are those of shadow.py."""
 
     def __init__(self, engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
-                 writable: bool = False, origin: bool = False) -> None:
-        """Raises SandboxError for a request that is too long."""
+                 writable: bool = False) -> None:
+        """What is asked of another tree than "main" is about the directory that a copy was made of.
+        Raises SandboxError for a request that is too long.
+        """
         import zlib
 
         self.engine, self.session = engine, session
         self.name = f"{session.store}-{sandbox.random_id()}"
+        origin = request.get("tree", "main") != "main"
         argv = shadow_argv(engine, session, self.name, verb, writable, origin)
         place = sandbox.source_of(session.created()[0])
         place = f"a copy of {place}" if session.copy and not origin else place
-        text = sandbox.to_json({**request, "directory": place}).encode()
+        text = sandbox.to_json({**request, "directory": place, "when": now()}).encode()
         if len(text) > REQUEST_BYTES:
             raise Refused({"error": "these are too many paths", "kind": "large",
                            "hint": "name a directory that holds them"})
@@ -194,10 +197,14 @@ class Asked:
         Output(self.engine.argv("remove", self.name), CALL_SECONDS).result()
 
 
+def now() -> str:
+    return sandbox.iso_seconds(time.time())
+
+
 def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
-               writable: bool = False, origin: bool = False) -> dict[str, Any]:
+               writable: bool = False) -> dict[str, Any]:
     """The answer to a request: see Asked. Raises SandboxError."""
-    return Asked(engine, session, verb, request, writable, origin).answer()
+    return Asked(engine, session, verb, request, writable).answer()
 
 
 # --- Turns ---
@@ -264,8 +271,8 @@ class Turn:
 
     def start(self) -> None:
         """Ask for the first snapshot."""
-        about = {**self.about, "when": sandbox.iso_seconds(time.time())}
-        self.asked = Asked(self.engine, self.session, "snapshot", {**self.bounds, "turn": about})
+        request = {**self.bounds, "turn": {**self.about, "when": now()}}
+        self.asked = Asked(self.engine, self.session, "snapshot", request)
 
     def begin(self) -> None:
         """Have the first snapshot. Raises SandboxError."""
@@ -307,8 +314,7 @@ class Turn:
         sandbox.follow_rename(self.engine, self.session)
         known = sandbox.recall([self.engine], self.session.name)
         if known and known[1].store == self.session.store:  # else it was removed meanwhile
-            ended = sandbox.iso_seconds(time.time())
-            request = {**self.bounds, "end": self.about["id"], "ended": ended}
+            request = {**self.bounds, "end": self.id, "ended": now()}
             answer = ask_shadow(self.engine, self.session, "snapshot", request)
             self.changes = summary(answer.get("turn"))
 
@@ -650,7 +656,7 @@ def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str,
               word: str | None, writable: bool = False) -> dict[str, Any]:
     """The answer; `word` stood where a turn may stand."""
     try:
-        return ask_shadow(engine, session, verb, request, writable, request["tree"] != "main")
+        return ask_shadow(engine, session, verb, request, writable)
     except Refused as error:
         if word and error.kind == "missing":
             error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
@@ -734,7 +740,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
                                "wait for its end, or add -f to undo what it has done so far")
     request = bounds_of(session) | {
         "turn": first["id"], "tree": first["tree"], "only": not turn, "paths": paths,
-        "dry": args.dry_run, "when": sandbox.iso_seconds(time.time())}
+        "dry": args.dry_run}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
                        writable=not args.dry_run)
     say(f"turn {first['id']}{' and all since' if turn else ''}: {what_of(first)}")
@@ -749,9 +755,8 @@ def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
     undos = [turn for turn in turns_of(engine, session)
              if turn["kind"] == "undo" and not turn.get("redone")]
-    request = bounds_of(session) | {
-        "tree": undos[-1]["tree"] if undos else "main", "when": sandbox.iso_seconds(time.time())}
-    return tell(ask_about(engine, session, "redo", request, None, writable=True))
+    request = bounds_of(session) | {"tree": undos[-1]["tree"] if undos else "main"}
+    return tell(ask_shadow(engine, session, "redo", request, True))
 
 
 def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
@@ -838,10 +843,9 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     if session.store not in volumes:
         raise SandboxError(f"the snapshots of {session.name} are gone, and so is what tells its "
                            "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
-    about = {**bounds_of(session), "when": sandbox.iso_seconds(time.time())}
-    ask_shadow(engine, session, "snapshot", about)
-    answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
-                        not dry, origin=True)
+    bounds = bounds_of(session)
+    ask_shadow(engine, session, "snapshot", bounds)
+    answer = ask_shadow(engine, session, "merge", {**bounds, "tree": "origin", "dry": dry}, not dry)
     changed = rows_of(answer, "changed", {"path": str, "status": str, "risk": list})
     left = [row for row in rows_of(answer, "left", {"path": str, "why": str, "conflict": bool})
             if row["path"] != ".git"]  # of it only commits can come, which are counted
