@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from sandbox import Config, Engine, Session
 
 URL = "http://127.0.0.1:3129"
-# The broker may just be starting: then `ask` ends with 1 before it has read anything.
-ASK = """n=0; until "$@" ask; do
-[ $? = 1 ] && [ $n -lt 50 ] || exit 1; n=$((n+1)); sleep 0.1; done"""
 ANSWER_BYTES = 4 << 20
 TURN_SECONDS = 60  # that a prompt waits for its checkpoint, where somebody makes that
 
@@ -184,12 +181,18 @@ class Down(SandboxError):
     """The broker does not run."""
 
 
+def ask_argv(engine: Engine, session: Session) -> list[str]:
+    """The engine call whose stdin and stdout are the broker's control."""
+    source = sandbox.asset("session/ask.py").decode().split('"""', 2)[2]
+    return engine.exec_argv(session.proxy, [*sandbox.BROKER_PROGRAM[:3], "-c", source,
+                                            f"{sandbox.KEPT_DIRECTORY}/broker.sock"], stdin=True)
+
+
 def ask(engine: Engine, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
     """The broker's answer. Raises SandboxError, Down where there is none."""
-    argv = engine.exec_argv(session.proxy, ["sh", "-c", ASK, "sh", *sandbox.BROKER_PROGRAM],
-                            stdin=True)
     text = sandbox.to_json(request).encode() + b"\n"
-    status, out, err = Output(argv, LONG_SECONDS, stdin=text).result(ANSWER_BYTES)
+    asked = Output(ask_argv(engine, session), LONG_SECONDS, stdin=text)
+    status, out, err = asked.result(ANSWER_BYTES)
     try:
         answer = sandbox.parse_json(out)
     except ValueError:
@@ -225,8 +228,7 @@ def watch_prompts(engine: Engine, session: Session, checkpoint: Callable[[str], 
     import select
 
     (theirs, to), (answers, end) = os.pipe(), os.pipe()
-    argv = engine.exec_argv(session.proxy, [*sandbox.BROKER_PROGRAM, "ask"], stdin=True)
-    pid = sandbox.spawn(argv, fds={0: theirs, 1: end}, own_group=True)
+    pid = sandbox.spawn(ask_argv(engine, session), fds={0: theirs, 1: end}, own_group=True)
     Output.close(theirs, end)
     poller, rest, waiter = select.poll(), b"", -1
     for fd in (0, answers):
@@ -268,14 +270,23 @@ AT_ONCE = 8  # calls of the engine
 COUNTS = ("requests", "input", "output", "cached", "written", "written_long")
 
 
-def days_of(text: str) -> dict[str, Any]:
-    """What was used, {day: {"seconds", "models": {model: {COUNTS, "usd" or None}}}}, of what copies
-    counts.json: a tar archive, whose header has no brace. Raises ValueError.
+def ask_counts(engine: Engine, session: Session) -> Output:
+    """The question for the file of counts, begun. Without one nothing was used yet."""
+    return Output(engine.copy_argv(session.proxy, f"{sandbox.KEPT_DIRECTORY}/counts.json"))
+
+
+def read_counts(text: str) -> Any:
+    """The file of counts in a tar archive, whose header has no brace. Raises ValueError."""
+    return sandbox.parse_json(text[text.index("{"):text.rindex("}") + 1])
+
+
+def days_of(data: Any) -> dict[str, Any]:
+    """What was used, {day: {"seconds", "models": {model: {COUNTS, "usd" or None}}}}. Raises
+    ValueError.
     """
     try:
-        data = sandbox.parse_json(text[text.index("{"):text.rindex("}") + 1])
         return {sandbox.one_line(day)[:10]: {
-                    "seconds": float(row["seconds"]),
+                    "seconds": float(an_amount(row["seconds"])),
                     "models": {sandbox.one_line(model)[:100]: counts_of(counts)
                                for model, counts in row["models"].items()}}
                 for day, row in data["days"].items()}
@@ -285,8 +296,15 @@ def days_of(text: str) -> dict[str, Any]:
 
 def counts_of(row: Any) -> dict[str, Any]:
     *counts, usd = row
-    return {**dict(zip(COUNTS, map(int, counts), strict=True)),
-            "usd": None if usd is None else float(usd)}
+    return {**dict(zip(COUNTS, (int(an_amount(count)) for count in counts), strict=True)),
+            "usd": None if usd is None else float(an_amount(usd))}
+
+
+def an_amount(value: Any) -> Any:
+    """What can be counted with, and sums of it, too. Raises ValueError."""
+    if type(value) not in (int, float) or not 0 <= value < 1e15:
+        raise ValueError("this is no amount")
+    return value
 
 
 def spent_of(days: Mapping[str, Any], per: str) -> dict[str, float]:
@@ -304,9 +322,9 @@ def used(engine: Engine, sessions: Sequence[Session]) -> list[dict[str, Any]]:
     """What sessions have used, each with its budget, and what of that is spent and left; with an
     `error` instead where the counts cannot be read. Some are asked at once.
     """
-    path, entries = f"{sandbox.KEPT_DIRECTORY}/counts.json", list[dict[str, Any]]()
+    entries: list[dict[str, Any]] = []
     for some in (sessions[at:at + AT_ONCE] for at in range(0, len(sessions), AT_ONCE)):
-        asked = [Output(engine.copy_argv(session.proxy, path)) for session in some]
+        asked = [ask_counts(engine, session) for session in some]
         entries += map(use_of, some, asked)
     return entries
 
@@ -314,13 +332,13 @@ def used(engine: Engine, sessions: Sequence[Session]) -> list[dict[str, Any]]:
 def use_of(session: Session, asked: Output) -> dict[str, Any]:
     try:
         status, out, _ = asked.result(ANSWER_BYTES)
-        # Where it fails nothing was used yet, or there is no companion any more.
-        days = {} if status else days_of(out)
+        days = {} if status else days_of(read_counts(out))
         budget = sandbox.session_config(session).get("budget") or {}
     except ValueError:
-        return {"name": session.name, "error": f"the counts of {session.name} cannot be read"}
-    except SandboxError as error:
-        return {"name": session.name, "error": error.message}
+        error = f"the counts of {session.name} cannot be read; sandbox recreate begins anew"
+        return {"name": session.name, "error": error}
+    except SandboxError as failure:
+        return {"name": session.name, "error": failure.message}
     spent = spent_of(days, budget.get("per", "session"))
     unpriced = {model for row in days.values() for model, counts in row["models"].items()
                 if counts["usd"] is None}
@@ -334,8 +352,22 @@ def used_by(engine: Engine, session: Session) -> dict[str, Any]:
     """What one session has used. Raises SandboxError."""
     (entry,) = used(engine, [session])
     if error := entry.get("error"):
-        raise SandboxError(error, f"look at the session: sandbox net log {session.name}")
+        raise SandboxError(error)
     return entry
+
+
+def take_counts(engine: Engine, old: Session, new: Session) -> None:
+    """Let a session go on from what the one has counted whose place it takes. Raises
+    SandboxError.
+    """
+    status, out, _ = ask_counts(engine, old).result(ANSWER_BYTES)
+    if not status:
+        try:
+            days_of(data := read_counts(out))
+        except ValueError:
+            sandbox.say(f"the counts of {new.name} could not be read, and begin anew")
+        else:
+            ask(engine, new, {"do": "set", "days": data["days"]})
 
 
 def state_of(engine: Engine, session: Session) -> str:

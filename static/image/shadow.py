@@ -39,6 +39,7 @@ import functools
 import gc
 import json
 import marshal
+import mmap
 import os
 import re
 import stat
@@ -50,19 +51,20 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
     import subprocess
+    import threading
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
 LISTED, FILES = 50, 20_000  # in the log for a turn, and in a diff
 SHARED = 500  # directories from which on a second process helps
-ASKED_BYTES = 32 << 10
+ASKED_BYTES, BATCH_BYTES = 32 << 10, 1 << 20
 DEPTH, PATH_CHARACTERS, ATTEMPTS = 200, 3000, 3
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 FILE, LINK, DIR, NOTE = "file", "link", "dir", "note"
 KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
 MARKS = "=", ":m=", ":s="
 PIPE, DEVNULL = -1, -3  # subprocess's
-S_IFMT = 0o170000
+S_IFMT, S_IFDIR = 0o170000, 0o40000
 PACKED = {b"tree": 2, b"blob": 3}
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CONFIG = """\
@@ -145,9 +147,11 @@ NOT_KEPT = {"large": "it is too large to keep", "ignored": "an ignored directory
 INDEX = re.compile(r"(?:^|/)\.git/(?:(?:modules|worktrees)/.+/)?index$")
 WORK = "large", "full", "unreadable", "deep"  # what somebody may miss
 
+Change = tuple[str, "Entry | None", "Entry | None"]  # a path, what was there, and what comes
 Row = tuple[Any, ...]  # name, mode, size, mtime, ctime (ns) and inode
 # Of a directory: its rows as marshal has them, its directories (what is said of one that was not
-# entered, or ""), its mode and its tree. Bytes are compared at once, and loaded where they differ.
+# entered, or ""), its mode and its tree as git has it. Bytes are compared at once, and loaded where
+# they differ.
 Folder = tuple[bytes, dict[str, str], int, bytes]
 NO_FOLDER: Folder = marshal.dumps([], 2), {}, -1, b""
 
@@ -162,9 +166,9 @@ class Failure(Exception):
 
 class Entry(NamedTuple):
     kind: str
-    mode: int
-    id: str  # of a note: of its text
-    owner: str = ""  # of a file that runs with the rights of that
+    mode: int = 0
+    id: str = ""
+    words: tuple[str, ...] = ()  # a note's text; of a file that runs with its owner's rights: whose
 
 
 def row_of(name: str, st: os.stat_result) -> Row:
@@ -231,8 +235,10 @@ class Store:
             write(self.at("git/config"), CONFIG.encode())
             write(self.at("git/HEAD"), b"ref: refs/heads/none\n")
         self.state: dict[str, Any] = {"events": [], "last": {}, "first": {}, "packs": {}, "next": 1}
+        self.saved = b""
         with contextlib.suppress(FileNotFoundError), open(self.at("state.json"), "rb") as file:
-            self.state = json.load(file)
+            self.saved = file.read()
+            self.state = json.loads(self.saved)
         found = self.pack_sizes()
         for name in found.keys() - self.state["packs"].keys():
             os.unlink(os.path.join(self.packs, name))
@@ -242,7 +248,6 @@ class Store:
         if os.path.exists(self.at("tmp")):
             clear(self.at("tmp"))
         self.reader: subprocess.Popen[bytes] | None = None
-        self.note = functools.cache(self.get)
 
     def at(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -251,7 +256,9 @@ class Store:
         return {entry.name: entry.stat().st_size for entry in os.scandir(self.packs)}
 
     def save(self) -> None:
-        write(self.at("state.json"), json.dumps(self.state).encode())
+        if (text := json.dumps(self.state).encode()) != self.saved:
+            write(self.at("state.json"), text)
+            self.saved = text
 
     # git: what it writes goes to a directory that ends with the request
 
@@ -298,55 +305,50 @@ class Store:
 
     # Trees
 
-    def raw(self, tree: str) -> dict[bytes, tuple[bytes, bytes]]:
-        """The mode and the object of each name that a directory has."""
-        data, at, found = self.get(tree) if tree else b"", 0, dict[bytes, tuple[bytes, bytes]]()
-        while at < len(data):
-            end = data.index(0, at)
-            mode, name = data[at:end].split(b" ", 1)
-            found[name], at = (mode, data[end + 1 : end + 33]), end + 33
-        return found
+    @functools.cache  # noqa: B019 - there is one store
+    def words(self, id: str) -> tuple[str, ...]:
+        return tuple(self.get(id).decode().split())
 
     def entries(self, tree: str) -> dict[str, Entry]:
         """What a directory has, and itself as the entry with the empty name."""
-        found, modes = dict[str, Entry](), dict[str, tuple[int, str]]()
-        for name, (mode, id) in self.raw(tree).items():
+        found, modes = dict[str, Entry](), dict[str, tuple[str, ...]]()
+        for name, (mode, id) in tree_entries(self.get(tree) if tree else b"").items():
             mark, _, rest = os.fsdecode(name).partition("=")
             if mark == ":m":
-                mode, _, owner = self.note(id.hex()).partition(b" ")
-                modes[rest] = mode_of(mode), owner.decode()
+                modes[rest] = self.words(id.hex())
             elif mark == ":dir":
-                found[""] = Entry(DIR, mode_of(self.note(id.hex())), "")
+                found[""] = Entry(DIR, mode_of(self.words(id.hex())))
+            elif mark:
+                found[rest] = Entry(NOTE, 0, id.hex(), self.words(id.hex()))
             else:
-                kind = NOTE if mark else KINDS[mode]
+                kind = KINDS[mode]
                 found[rest] = Entry(kind, int(mode[-3:], 8) if kind == FILE else 0, id.hex())
-        return {name: Entry(FILE, modes[name][0], entry.id, modes[name][1])
-                if name in modes and entry.kind == FILE else entry
-                for name, entry in found.items()}
+        for path, words in modes.items():
+            if path in found and found[path].kind == FILE:
+                found[path] = Entry(FILE, mode_of(words), found[path].id, words[1:])
+        return found
 
     def entry(self, tree: str, path: str) -> Entry | None:
         """What a tree has there."""
         for name in path.split("/"):
-            found = self.entries(tree).get(name) if tree else None
+            found = self.entries(tree).get(name)
             tree = found.id if found and found.kind == DIR else ""
         return found
 
-    def changes(self, old: str, new: str, path: str = "",
-                ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
+    def changes(self, old: str, new: str, path: str = "") -> Iterator[Change]:
         """Each path that differs between two trees; a directory for its mode and existence."""
         if old == new:
             return
-        before = self.entries(old) if old else {}
-        after = self.entries(new) if new else {}
-        own = before.get(""), after.get("")
-        if all(own) and own[0] != own[1]:
-            yield path, *own
-        for name in sorted((before.keys() | after.keys()) - {""}):
-            here, a, b = f"{path}/{name}" if path else name, before.get(name), after.get(name)
+        before, after = self.entries(old), self.entries(new)
+        for name in sorted(before.keys() | after.keys()):
+            here, a, b = f"{path}/{name}".strip("/"), before.get(name), after.get(name)
+            if not name:
+                if a and b and a != b:
+                    yield path, a, b
+                continue
             one, two = (entry.id if entry and entry.kind == DIR else "" for entry in (a, b))
             if not (one and two) and a != b:
-                yield (here, self.entries(one).get("") if one else a,
-                       self.entries(two).get("") if two else b)
+                yield here, self.entries(one).get("", a), self.entries(two).get("", b)
             yield from self.changes(one, two, here)
 
     def merge(self, base: str, ours: str, theirs: str) -> tuple[str, set[str]]:
@@ -374,11 +376,12 @@ class Store:
         return self.graft(whole, theirs, indexes, True) if indexes else whole, others
 
     def graft(self, tree: str, source: str, paths: Iterable[str], whole: bool) -> str:
-        """The tree with what another one has at these paths, with all that is in a directory."""
+        """The tree with what another one has at these paths; `whole`: with all that is in them."""
         pack = Pack(self)
 
         def grafted(tree: bytes, source: bytes, paths: Iterable[str]) -> bytes:
-            here, there = self.raw(tree.hex()), self.raw(source.hex())
+            here, there = (tree_entries(self.get(id.hex()) if id else b"")
+                           for id in (tree, source))
             inner = dict[str, list[str]]()
             for path in paths:
                 inner.setdefault(path.partition("/")[0], []).append(path.partition("/")[2])
@@ -394,7 +397,7 @@ class Store:
                     here.pop(name, None)
                     if name in there:
                         here[name] = there[name]
-            return pack.put_tree(here)
+            return pack.put(b"tree", tree_data(here))
 
         grown = grafted(bytes.fromhex(tree), bytes.fromhex(source), paths).hex()
         pack.finish()
@@ -443,9 +446,9 @@ def damaged(message: str) -> Failure:
                    "Is its disk full? If not, remove it to begin a new one.", "damaged")
 
 
-def mode_of(text: bytes) -> int:
+def mode_of(words: Sequence[str]) -> int:
     """0 in a merge where both have changed it."""
-    return int(text, 8) if text.isdigit() else 0
+    return int(words[0], 8) if words and words[0].isdigit() else 0
 
 
 def in_workspace(name: str) -> str:
@@ -463,7 +466,7 @@ def names(name: str) -> list[bytes]:
 
 
 class Pack:
-    """Objects on their way into the store; its format is gitformat-pack(5), version 2.
+    """Objects on their way into the store, as gitformat-pack(5) has it, version 2.
 
     git sees them when finish() has made the index; a pack that state.json does not name is removed.
     git fast-import takes twice as long, and the square of the entries of a directory.
@@ -471,51 +474,128 @@ class Pack:
 
     def __init__(self, store: Store) -> None:
         self.store, self.known = store, set[bytes]()
-        self.count, self.size = 0, 12
+        self.stem = os.path.join(store.packs, f"pack-{os.urandom(16).hex()}")
+        self.rows = list[tuple[bytes, int, int]]()  # name, checksum and offset of what is written
+        self.waiting = list[tuple[bytes, bytes, bytes]]()  # name, kind, data
+        self.bytes, self.size = 0, 12  # of what waits, of the file
+        self.threads: list[threading.Thread] = []
+        self.error: OSError | None = None
 
     def put(self, kind: bytes, data: bytes) -> bytes:
+        """Its name. Raises OSError, also for what was put before."""
         import hashlib
 
         digest = hashlib.sha256(b"%s %d\0" % (kind, len(data)))
         digest.update(data)
         name = digest.digest()
-        if name in self.known:
-            return name
-        if not self.count:
-            self.stem = os.path.join(self.store.packs, f"pack-{os.urandom(16).hex()}")
-            self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
-            self.file.write(bytes(12))
-        self.known.add(name)
-        self.count += 1
-        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
-        while size:
-            head[-1] |= 128
-            head.append(size & 127)
-            size >>= 7
-        self.size += self.file.write(bytes(head) + zlib.compress(data, 1))
+        if name not in self.known:
+            self.known.add(name)
+            self.waiting.append((name, kind, data))
+            self.bytes += len(data)
+            if self.bytes > BATCH_BYTES:
+                self.pass_on()
         return name
 
-    def put_tree(self, entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
-        rows = sorted((name + b"/" if mode == b"40000" else name, mode, id)
-                      for name, (mode, id) in entries.items())
-        return self.put(b"tree", b"".join(
-            b"%s %s\0%s" % (mode, name.rstrip(b"/"), id) for name, mode, id in rows))
+    def pass_on(self) -> None:
+        """Have threads write what waits: to compress it takes longer than all the rest."""
+        import queue
+        import threading
+
+        if not self.threads:
+            self.queue, self.lock = queue.Queue[Any](4), threading.Lock()
+            self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(2)]
+            for thread in self.threads:
+                thread.start()
+        if self.error:
+            raise self.error
+        self.queue.put(self.waiting)
+        self.waiting, self.bytes = [], 0
+
+    def work(self) -> None:
+        for objects in iter(self.queue.get, None):
+            try:
+                packed = [pack_entry(*entry) for entry in objects]
+                with self.lock:
+                    self.write(packed)
+            except OSError as error:
+                self.error = error
+
+    def write(self, packed: list[tuple[bytes, int, bytes]]) -> None:
+        if not self.rows:
+            self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
+            self.file.write(bytes(self.size))
+        for name, checksum, data in packed:
+            self.rows.append((name, checksum, self.size))
+            self.size += self.file.write(data)
 
     def finish(self) -> None:
-        if not self.count:
-            return
         import hashlib
 
+        if self.threads:
+            self.pass_on()
+            for _ in self.threads:
+                self.queue.put(None)
+            for thread in self.threads:
+                thread.join()
+            if self.error:
+                raise self.error
+        elif self.waiting:
+            self.write([pack_entry(*entry) for entry in self.waiting])
+        if not self.rows:
+            return
         with self.file as file:
             file.seek(0)
-            file.write(b"PACK" + (2).to_bytes(4) + self.count.to_bytes(4))
+            file.write(b"PACK" + (2).to_bytes(4) + len(self.rows).to_bytes(4))
             file.seek(0)
-            file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
+            checksum = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
+            file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
-        self.store.git("index-pack", "-o", f"{self.stem}.idx", f"{self.stem}.pack")
+        index = self.index() + checksum
+        write(f"{self.stem}.idx", index + hashlib.sha256(index).digest())
         for path in (f"{self.stem}.pack", f"{self.stem}.idx"):
             self.store.state["packs"][os.path.basename(path)] = os.stat(path).st_size
+
+    def index(self) -> bytes:
+        """Where each object is, but for the checksums at its end."""
+        from bisect import bisect
+
+        names, sums, offsets = zip(*sorted(self.rows), strict=True)
+        firsts = [name[0] for name in names]
+        far = [offset for offset in offsets if offset >> 31]
+        places = {offset: 1 << 31 | at for at, offset in enumerate(far)}
+        near = [places.get(offset, offset) for offset in offsets]
+        numbers = (number.to_bytes(4) for number in (*sums, *near))
+        return b"".join((b"\377tOc", (2).to_bytes(4),
+                         *(bisect(firsts, first).to_bytes(4) for first in range(256)), *names,
+                         *numbers, *(offset.to_bytes(8) for offset in far)))
+
+
+def pack_entry(name: bytes, kind: bytes, data: bytes) -> tuple[bytes, int, bytes]:
+    """The name, the checksum and the bytes of an object."""
+    size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
+    while size:
+        head[-1] |= 128
+        head.append(size & 127)
+        size >>= 7
+    packed = bytes(head) + zlib.compress(data, 1)
+    return name, zlib.crc32(packed), packed
+
+
+def tree_data(entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
+    rows = sorted((name + b"/" if mode == b"40000" else name, mode, id)
+                  for name, (mode, id) in entries.items())
+    return b"".join(b"%s %s\0%s" % (mode, name.rstrip(b"/"), id) for name, mode, id in rows)
+
+
+def tree_entries(data: bytes) -> dict[bytes, tuple[bytes, bytes]]:
+    """The mode and the object of each name that a directory has."""
+    at, found = 0, dict[bytes, tuple[bytes, bytes]]()
+    while at < len(data):
+        end = data.index(0, at)
+        mode, name = data[at:end].split(b" ", 1)
+        found[name], at = (mode, data[end + 1 : end + 33]), end + 33
+    return found
 
 
 class Rules:
@@ -540,6 +620,24 @@ class Rules:
     def ignored(self, folder: str, names: Sequence[str], folders: bool) -> set[str]:
         """Which of them are. That they are folders, git must see; a rules' file may have the name.
 
+        It tells that of what has something in it without looking, and what is in an ignored folder
+        is ignored. So only where that is, the folder itself is made and asked about.
+        """
+        if not folders:
+            return self.ask(folder, names)
+        found = self.ask(folder, names, "/\1")
+        for name in found:
+            with contextlib.suppress(OSError):
+                os.makedirs(f"{self.folder}/{folder}/{name}")
+        sure = self.ask(folder, [*found])
+        for name in found:
+            with contextlib.suppress(OSError):
+                os.removedirs(f"{self.folder}/{folder}/{name}")
+        return sure
+
+    def ask(self, folder: str, names: Sequence[str], inner: str = "") -> set[str]:
+        """Which are ignored, or have `inner` ignored.
+
         As many are asked at once as a pipe holds, or git and we would wait for each other.
         """
         found, at_once = set[str](), 1 + ASKED_BYTES // (4 * len(folder) + 1024)
@@ -548,25 +646,20 @@ class Rules:
                 f"--work-tree={self.folder}", "check-ignore", "-vnz", "--no-index", "--stdin",
                 cwd=self.folder, stderr=DEVNULL)
         for at in range(0, len(names), at_once):
-            paths = [f"{folder}/{name}" if folder else name for name in names[at : at + at_once]]
-            for path in paths if folders else ():
-                with contextlib.suppress(OSError):
-                    os.makedirs(f"{self.folder}/{path}")
+            asked = names[at : at + at_once]
             assert self.process and self.process.stdin and self.process.stdout
-            self.process.stdin.write(b"".join(b"./%s\0" % os.fsencode(path) for path in paths))
+            self.process.stdin.write(b"".join(
+                os.fsencode(f"./{folder}/{name}{inner}\0") for name in asked))
             self.process.stdin.flush()
             answer = b""
-            while answer.count(b"\0") < 4 * len(paths):  # file of rules, line, pattern, path
+            while answer.count(b"\0") < 4 * len(asked):  # file of rules, line, pattern, path
                 data = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not data:
                     raise damaged("git check-ignore has ended")
                 answer += data
             parts = answer.split(b"\0")
-            found |= {name for name, rules, pattern in zip(names[at:], parts[::4], parts[2::4],
+            found |= {name for name, rules, pattern in zip(asked, parts[::4], parts[2::4],
                       strict=False) if rules and not pattern.startswith(b"!")}
-            for path in paths if folders else ():
-                with contextlib.suppress(OSError):
-                    os.removedirs(f"{self.folder}/{path}")
         return found
 
 
@@ -649,8 +742,9 @@ class Walk:
         """Empty where there is none, where it is not of the last snapshot, or damaged."""
         try:
             with open(self.store.at(f"cache-{self.label}"), "rb") as file:
-                mark, data = file.readline(), file.read()
-        except FileNotFoundError:
+                mark, start = file.readline(), file.tell()
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[start:]
+        except (FileNotFoundError, ValueError):
             return {}
         return marshal.loads(data) if mark == self.mark(data) else {}
 
@@ -660,9 +754,8 @@ class Walk:
         if self.looks:
             raise Failure(f"{path} has changed", "")
         if path not in self.edits:
-            tree = self.cache[path][3] if path in self.cache else b""
-            self.edits[path] = self.store.raw(tree.hex()) if tree else {}
-            self.pack.known |= {tree, *(id for _, id in self.edits[path].values())}
+            self.edits[path] = tree_entries(self.cache.get(path, NO_FOLDER)[3])
+            self.pack.known.update(id for _, id in self.edits[path].values())
         return self.edits[path]
 
     def put(self, folder: str, name: str, data: bytes, mode: bytes = b"100644") -> None:
@@ -672,31 +765,31 @@ class Walk:
         for stored in names(name):
             self.edit(folder).pop(stored, None)
 
-    def mark(self, data: bytes) -> bytes:
+    def mark(self, data: bytes | memoryview) -> bytes:
         """What a cache begins with: its format and interpreter, a check, the tree it is of."""
         tree = self.store.state["last"].get(self.label)
-        return b"2 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
+        return b"3 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
-    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> bytes:
+    def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> None:
         rows, folders = list[Row](), dict[str, int]()
-        with os.scandir(fd) as found:
-            for entry in found:
-                try:
-                    st = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                except OSError:
-                    rows.append((entry.name,))
-                    continue
-                if st.st_mode & S_IFMT == stat.S_IFDIR:
-                    folders[entry.name] = st.st_mode
-                else:  # as row_of has it
-                    rows.append((entry.name, st.st_mode, st.st_size, st.st_mtime_ns,
-                                 st.st_ctime_ns, st.st_ino))
-        seen, old, old_mode, tree = self.cache.get(path, NO_FOLDER)
+        for entry in os.scandir(fd):
+            try:
+                st = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                rows.append((entry.name,))
+                continue
+            what = st.st_mode
+            if what & S_IFMT == S_IFDIR:
+                folders[entry.name] = what
+            else:  # as row_of has it
+                rows.append((entry.name, what, st.st_size, st.st_mtime_ns, st.st_ctime_ns,
+                             st.st_ino))
+        known = seen, old, old_mode, tree = self.cache.get(path, NO_FOLDER)
         prefix, now = f"{path}/" if path else "", marshal.dumps(rows, 2)
         if not (git or self.rules.frozen):
-            self.freeze(fd, prefix)
+            self.freeze(fd, prefix, [row[0] for row in rows])
         if now != seen or old.keys() - folders.keys():
             before = {row[0]: row for row in marshal.loads(seen)}
             for name in before.keys() - {row[0] for row in rows} | old.keys() - folders.keys():
@@ -704,24 +797,25 @@ class Walk:
             rows = [kept for row in rows if (kept := row if before.get(row[0]) == row else
                                              self.file(fd, path, row, row[0] in before, git))]
             now = marshal.dumps(rows, 2)
-        inner = dict[str, str]()
+        mode, inner = stat.S_IMODE(mode), dict[str, str]()
+        if not folders and mode == old_mode and path not in self.edits:
+            self.folders[path] = known
+            return
         ignored = {name for name, said in old.items() if said.startswith("ignored")}
         unknown = [name for name in folders if name != ".git" and old.get(name) != ""]
         if not git and unknown:
             ignored |= self.rules.ignored(path, [*{*unknown} - ignored], True)
         for name, folder_mode in sorted(folders.items(),
                                         key=lambda item: prefix + item[0] in self.shared):
-            what = self.enter(fd, path, name, folder_mode, depth, git, name in ignored,
+            said = self.enter(fd, path, name, folder_mode, depth, git, name in ignored,
                               old.get(name))
-            if what is not None:
-                inner[name] = what
-        mode = stat.S_IMODE(mode)
+            if said is not None:
+                inner[name] = said
         if mode != old_mode:
             self.put(path, ":dir", b"%o" % mode)
         if path in self.edits:
-            tree = self.pack.put_tree(self.edits.pop(path))
+            tree = tree_data(self.edits.pop(path))
         self.folders[path] = now, inner, mode, tree
-        return tree
 
     def enter(self, fd: int, folder: str, name: str, mode: int, depth: int, git: bool,
               ignored: bool, old: str | None) -> str | None:
@@ -748,18 +842,21 @@ class Walk:
             self.drop(folder, name)
         if said == "":
             try:
-                tree = self.folder(inner, path, mode, depth + 1, git or name == ".git")
+                self.folder(inner, path, mode, depth + 1, git or name == ".git")
             finally:
                 os.close(inner)
+            tree = self.folders[path][3]
             if old is None or path not in self.cache or tree != self.cache[path][3]:
-                self.edit(folder)[os.fsencode(f"={name}")] = b"40000", tree
+                stored = os.fsencode(f"={name}")
+                self.edit(folder)[stored] = b"40000", self.pack.put(b"tree", tree)
         elif said and said != old:
             self.put(folder, f":s={name}", said.encode())
         return said
 
-    def freeze(self, fd: int, prefix: str) -> None:
+    def freeze(self, fd: int, prefix: str, names: list[str]) -> None:
         """Take over the rules of a directory, and at the top those of its repository."""
-        for folder, name in (("", ".gitignore"), *([] if prefix else [(".git/info", "exclude")])):
+        for folder, name in [("", ".gitignore")] * (".gitignore" in names) + (
+                [(".git/info", "exclude")] * (not prefix)):
             with contextlib.suppress(OSError), opened(fd, folder) as inner:
                 st = os.stat(name, dir_fd=inner, follow_symlinks=False)
                 if stat.S_ISREG(st.st_mode) and st.st_size <= IGNORED_BYTES:
@@ -854,8 +951,12 @@ class Walk:
     def commit(self) -> str:
         """Make it the last snapshot of its tree; the caller saves the state. Returns its tree."""
         state = self.store.state
+        tree = self.folders[""][3]
+        self.tree: str = state["last"].get(self.label, "")
+        if tree != self.cache.get("", NO_FOLDER)[3]:
+            self.tree = self.pack.put(b"tree", tree).hex()
         self.pack.finish()
-        self.tree = state["last"][self.label] = self.folders[""][3].hex()
+        state["last"][self.label] = self.tree
         state["first"].setdefault(self.label, self.tree)
         noted = dict(self.folders)
         for folder, names in self.racy.items():  # no row is like that
@@ -889,81 +990,80 @@ class Restore:
     `left` has the path and the reason of each one that stays, `never` those that always would.
     """
 
-    def __init__(self, walk: Walk, discard: bool) -> None:
-        self.walk, self.store, self.discard = walk, walk.store, discard
-        self.left, self.done, self.never = dict[str, str](), dict[str, str](), set[str]()
+    def __init__(self, walk: Walk) -> None:
+        self.walk, self.store = walk, walk.store
+        self.changes = dict[str, tuple[Entry | None, Entry | None]]()
+        self.left, self.never, self.removed = dict[str, str](), set[str](), set[str]()
         self.ours = set[int]()  # inodes that have lost a name by us
         self.staged = dict[str, tuple[str, str]]()  # path: directory and name of a temporary file
 
-    def plan(self, changes: list[tuple[str, Entry | None, Entry | None]]) -> None:
-        self.changes = dict[str, tuple[Entry | None, Entry | None]]()
-        for path, old, new in changes:
-            note = new if new and new.kind == NOTE else old
-            if note and note.kind == NOTE and (note is new or not self.discard
-                                               or self.walk.key(path) in (None, "")):
-                kind, *_ = self.store.note(note.id).decode().split()
-                self.left[path] = not_kept(kind)
-                if kind not in WORK:
-                    self.never.add(path)
-            else:
-                self.changes[path] = old, new
-                self.done[path] = status(old, new)
-        self.planned = {**self.changes}
+    def plan(self, path: str, old: Entry | None, new: Entry | None, discard: bool) -> None:
+        """A change to make; what was never kept can neither come nor, without `discard`, go."""
+        note = new if new and new.kind == NOTE else old
+        if note and note.kind == NOTE and (note is new or not discard
+                                           or self.walk.key(path) in (None, "")):
+            self.leave(path, not_kept(note.words[0]), note.words[0] not in WORK)
+        else:
+            self.changes[path] = old, new
+
+    def leave(self, path: str, why: str, always: bool = False) -> None:
+        self.left[path] = why
+        self.never |= {path} if always else set()
 
     def conflict(self, path: str, *sides: Entry | None) -> None:
         """Both have changed it; of what is never kept it is not even known whether they differ."""
-        notes = [self.store.note(side.id).decode().split() if side.kind == NOTE else [""]
-                 for side in sides if side]
-        if len(notes) == 2 and all(kind == "large" for kind, *_ in notes):
-            # an archive knows the second of the last change, and nothing of the other times
-            one, other = ((size, int(time) // 10**9) for _, size, time, _ in notes)
-            if one == other:
-                return  # the person has copied it over
-        self.left[path] = "both have changed it"
-        if notes and all(kind and kind not in WORK for kind, *_ in notes):
-            self.left[path] = not_kept(notes[0][0])
-            self.never.add(path)
+        notes = [side.words if side.kind == NOTE else ("",) for side in sides if side]
+        # an archive knows the second of the last change, and nothing of the other times
+        seen = {(kind, *values[:1], *(int(time) // 10**9 for time in values[1:2]))
+                for kind, *values in notes}
+        if len(notes) == 2 and len(seen) == 1 and notes[0][0] == "large":
+            return  # the person has copied it over
+        never = bool(notes) and all(kind and kind not in WORK for kind, *_ in notes)
+        self.leave(path, not_kept(notes[0][0]) if never else "both have changed it", never)
+
+    def done(self) -> dict[str, str]:
+        return {path: status(*sides) for path, sides in sorted(self.changes.items())
+                if path not in self.left}
 
     def apply(self) -> None:
         """First everything is written that is needed, so that what fails has changed nothing."""
-        for folder, name in self.walk.leftovers:
-            with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
-                os.unlink(name, dir_fd=fd)
+        self.tidy(self.walk.leftovers)
         self.store.state["temporary"] = f".shadow-{os.urandom(8).hex()}-"
         self.store.save()
         order = sorted(self.changes.items())
         try:
             for path, (old, new) in order:
-                if new and new.kind in (FILE, LINK) and (not old or old[::2] != new[::2]):
+                if new and new.kind in (FILE, LINK) and (not old or old.kind != new.kind
+                                                         or old.id != new.id):
                     self.stage(path, new)
             for path, (old, new) in reversed(order):
                 if old and (new is None or DIR in {old.kind, new.kind} and old.kind != new.kind):
-                    self.step(path, self.remove, old)
+                    self.step(path, self.remove)
             for path, (old, new) in order:
                 if new and not (old and old.kind == new.kind == DIR):
-                    self.step(path, self.place, new)
+                    self.step(path, self.place)
             for path, (_, new) in reversed(order):
                 if new and new.kind == DIR:
-                    self.step(path, self.set_folder_mode, new)
+                    self.step(path, self.set_mode)
         except OSError as error:
             raise Failure(f"nothing was changed, for it cannot be written: {error.strerror}",
                           "Is there space, and may one write there?") from None
         finally:
-            for folder, name in self.staged.values():
-                with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
-                    os.unlink(name, dir_fd=fd)
-        for path in self.left:
-            self.done.pop(path, None)
+            self.tidy(self.staged.values())
 
-    def step(self, path: str, action: Callable[[int, str, str, Entry], None], entry: Entry) -> None:
-        if path in self.left:
-            return
+    def tidy(self, files: Iterable[tuple[str, str]]) -> None:
+        for folder, name in files:
+            with contextlib.suppress(OSError), opened(self.walk.root, folder) as fd:
+                os.unlink(name, dir_fd=fd)
+
+    def step(self, path: str, action: Callable[[int, str, str], None]) -> None:
         folder, _, name = path.rpartition("/")
         try:
-            with opened(self.walk.root, folder) as fd:
-                action(fd, name or ".", path, entry)
+            if path not in self.left:
+                with opened(self.walk.root, folder) as fd:
+                    action(fd, name or ".", path)
         except OSError as error:
-            self.left[path] = (error.strerror or str(error)).lower()
+            self.leave(path, (error.strerror or str(error)).lower())
 
     def stage(self, path: str, new: Entry) -> None:
         """Write it to a temporary file in the nearest directory that is there. Raises OSError."""
@@ -982,15 +1082,12 @@ class Restore:
             if new.kind == LINK:
                 os.symlink(data, os.fsencode(temporary), dir_fd=fd)
                 return own(temporary, owner, dir_fd=fd, follow_symlinks=False)
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600,
-                           dir_fd=fd)
-            try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with open(os.open(temporary, flags, 0o600, dir_fd=fd), "wb", buffering=0) as file:
                 while data:
-                    data = data[os.write(file, data):]
-                own(file, owner)
-                os.fchmod(file, mode_for(file, new))
-            finally:
-                os.close(file)
+                    data = data[file.write(data):]
+                own(file.fileno(), owner)
+                os.fchmod(file.fileno(), mode_for(file.fileno(), new))
 
     def check(self, fd: int, name: str, path: str) -> None:
         """Is it as the walk has seen it? Raises OSError."""
@@ -998,7 +1095,8 @@ class Restore:
             st = os.stat(name, dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
             st = None
-        seen = None if self.changes[path][0] is None else self.walk.key(path) or ""
+        gone = path in self.removed or not self.changes[path][0]
+        seen = None if gone else self.walk.key(path) or ""
         now = st and ("" if stat.S_ISDIR(st.st_mode) else row_of(name, st))
         if st and now and seen and st.st_ino in self.ours:
             now = (*now[:4], *seen[4:5], now[5])  # for its ctime tells that another name is gone
@@ -1006,30 +1104,40 @@ class Restore:
             raise OSError("it has changed meanwhile")
         self.ours.add(st.st_ino if st else 0)
 
-    def remove(self, fd: int, name: str, path: str, old: Entry) -> None:
+    def remove(self, fd: int, name: str, path: str) -> None:
         self.check(fd, name, path)
-        if old.kind == DIR:
-            os.rmdir(name, dir_fd=fd)
-        else:
-            os.unlink(name, dir_fd=fd)
-        self.changes[path] = None, self.changes[path][1]
+        old, _ = self.changes[path]
+        (os.rmdir if old and old.kind == DIR else os.unlink)(name, dir_fd=fd)
+        self.removed.add(path)
 
-    def place(self, fd: int, name: str, path: str, new: Entry) -> None:
+    def place(self, fd: int, name: str, path: str) -> None:
         self.check(fd, name, path)
-        if new.kind == DIR:
+        _, new = self.changes[path]
+        if new and new.kind == DIR:
             before = os.umask(0)
             os.mkdir(name, new.mode | 0o700, dir_fd=fd)
             os.umask(before)
             own(name, os.fstat(fd), dir_fd=fd, follow_symlinks=False)
         elif path in self.staged:
-            with opened(self.walk.root, self.staged[path][0]) as near:
-                os.rename(self.staged[path][1], name, src_dir_fd=near, dst_dir_fd=fd)
+            folder, temporary = self.staged[path]
+            with opened(self.walk.root, folder) as near:
+                os.rename(temporary, name, src_dir_fd=near, dst_dir_fd=fd)
             del self.staged[path]
         else:
-            set_mode(fd, name, new)
+            self.set_mode(fd, name, path)
 
-    def set_folder_mode(self, fd: int, name: str, path: str, new: Entry) -> None:
-        set_mode(fd, name, new, os.O_DIRECTORY)
+    def set_mode(self, fd: int, name: str, path: str) -> None:
+        """Not through a link, and also where the file may not be read. Raises OSError."""
+        _, new = self.changes[path]
+        assert new
+        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY * (new.kind == DIR)
+        file = os.open(name, flags, dir_fd=fd)
+        try:
+            if stat.S_ISLNK(os.fstat(file).st_mode):
+                raise OSError("it is a link now")
+            os.chmod(f"/proc/self/fd/{file}", mode_for(file, new))
+        finally:
+            os.close(file)
 
 
 def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
@@ -1040,19 +1148,8 @@ def own(what: int | str, owner: os.stat_result, **where: Any) -> None:
 def mode_for(file: int, new: Entry) -> int:
     """With the rights of an owner only where that is whose they were."""
     st = os.fstat(file)
-    same = new.kind == DIR or new.owner == f"{st.st_uid} {st.st_gid}"
+    same = new.kind == DIR or new.words == (str(st.st_uid), str(st.st_gid))
     return new.mode if same else new.mode & ~0o6000
-
-
-def set_mode(fd: int, name: str, new: Entry, flags: int = 0) -> None:
-    """Not through a link, and also where the file may not be read. Raises OSError."""
-    file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=fd)
-    try:
-        if stat.S_ISLNK(os.fstat(file).st_mode):
-            raise OSError("it is a link now")
-        os.chmod(f"/proc/self/fd/{file}", mode_for(file, new))
-    finally:
-        os.close(file)
 
 
 # --- What differs ---
@@ -1136,7 +1233,7 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             "size": store.size(b.id) if b and b.kind in (FILE, LINK) else None, "binary": False,
             "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
         for note in [side for side in sides if side.kind == NOTE]:
-            kind, *values = store.note(note.id).decode().split()
+            kind, *values = note.words
             row |= {"kept": False, "seen": kind, "why": not_kept(kind)}
             if kind == "ignored":
                 row |= {"files": int(values[0]), "size": int(values[1])}
@@ -1320,8 +1417,7 @@ class Request:
                           "nothing")
         walk = self.walk()
         steps = [(self.after(event, walk.tree), event["before"]) for event in reversed(turns)]
-        answer = self.bring(walk, "undo", steps, turns=[event["id"] for event in turns])
-        return self.finish(**answer)
+        return self.bring(walk, "undo", steps, [event["id"] for event in turns])
 
     def redo(self) -> dict[str, Any]:
         turn = self.take("turn", str, "")
@@ -1333,8 +1429,7 @@ class Request:
             raise Failure("there is nothing to redo", "No undo is kept that was not redone.",
                           "nothing")
         steps = [(event["after"], event["before"]) for event in again]
-        answer = self.bring(self.walk(), "redo", steps, turns=again[0]["turns"], undo=again[0])
-        return self.finish(**answer)
+        return self.bring(self.walk(), "redo", steps, again[0]["turns"], again[0])
 
     def merge(self) -> dict[str, Any]:
         state = self.store.state
@@ -1343,7 +1438,7 @@ class Request:
                           "nothing")
         base = self.store.merged(self.events).get(self.label, state["first"]["main"])
         theirs = state["last"]["main"]
-        return self.finish(**self.bring(self.walk(), "merge", [(base, theirs)]))
+        return self.bring(self.walk(), "merge", [(base, theirs)])
 
     def prune(self) -> dict[str, Any]:
         dropped = self.store.prune(self.keep, self.most)
@@ -1352,12 +1447,42 @@ class Request:
     def bring(self, walk: Walk, kind: str, steps: list[tuple[str, str]], turns: Sequence[str] = (),
               undo: dict[str, Any] | None = None) -> dict[str, Any]:
         """Merge into the workspace what turns the first tree of each step into the second one."""
-        tree, conflicts = walk.tree, set[str]()
+        restore, dry = self.plan(walk, kind, steps), self.take("dry", bool, False)
+        if self.paths != [""] and not restore.changes and not restore.left:
+            raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
+                          "Paths begin at the top of the workspace.", "missing")
+        if not dry:
+            restore.apply()
+            self.store.state["temporary"] = ""
+            event = self.event(kind, walk.tree, after=self.walk().tree, turns=turns,
+                               files=len(restore.done()), paths=self.paths[:LISTED],
+                               when=self.take("when", str, ""))
+            if kind == "merge":  # what has not come this time comes with the next one
+                base, theirs = steps[0]
+                if self.paths != [""]:
+                    theirs = self.store.graft(base, theirs, self.paths, True)
+                event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
+                                                   - restore.never, False)
+            if self.paths == [""] and (restore.done() or restore.left.keys() <= restore.never):
+                for other in self.events if not undo or undo.get("paths", [""]) == [""] else ():
+                    if other["id"] in turns:
+                        other["undone"] = kind == "undo"
+                if undo:
+                    undo["redone"] = True
+        rows = [{"path": path, "status": what,
+                 "risk": risks(self.store, path, *restore.changes[path], self.agents)}
+                for path, what in restore.done().items()]
+        left = [{"path": path, "why": why, "conflict": path not in restore.never}
+                for path, why in sorted(restore.left.items())]
+        return self.finish(dry=dry, turns=list(turns), changed=rows, left=left)
+
+    def plan(self, walk: Walk, kind: str, steps: list[tuple[str, str]]) -> Restore:
+        """What is to be done, and left, of what was asked for."""
+        restore, tree, conflicts = Restore(walk), walk.tree, set[str]()
         for base, theirs in steps:
             tree, found = self.store.merge(base, tree, theirs)
             conflicts |= found
-        restore = Restore(walk, self.take("discard", bool, False))
-        wanted = list[tuple[str, Entry | None, Entry | None]]()
+        discard = self.take("discard", bool, False)
         for path, old, new in self.store.changes(walk.tree, tree):
             # merge-tree calls a file so where there is a directory of its name
             plain = re.sub("~[0-9a-f]{64}(_[0-9]+)?(?=/|$)", "", path)
@@ -1366,44 +1491,16 @@ class Request:
             elif below(path, self.paths) and not any(
                     below(name, conflicts) or f"{name}/:dir".lstrip("/") in conflicts
                     for name in (path, plain)):
-                wanted.append((path, old, new))
+                restore.plan(path, old, new, discard)
         for path in {path.removesuffix(":dir").rstrip("/") for path in conflicts}:
-            if below(path, self.paths) and kind == "merge" and in_git(path):
-                restore.left[path] = "what is git's own does not leave a copy"
-                restore.never.add(path)
-            elif below(path, self.paths):
+            if not below(path, self.paths):
+                continue
+            if kind == "merge" and in_git(path):
+                restore.leave(path, "what is git's own does not leave a copy", True)
+            else:
                 restore.conflict(path, self.store.entry(walk.tree, path),
                                  self.store.entry(steps[-1][1], path))
-        restore.plan(wanted)
-        if self.paths != [""] and not restore.done and not restore.left:
-            raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
-                          "Paths begin at the top of the workspace.", "missing")
-        dry = self.take("dry", bool, False)
-        if not dry:
-            restore.apply()
-            self.store.state["temporary"] = ""
-            after = self.walk().tree
-            event = self.event(kind, walk.tree, turns=turns)
-            event |= {"after": after, "files": len(restore.done), "paths": self.paths[:LISTED],
-                      "when": self.take("when", str, "")}
-            if kind == "merge":  # what has not come this time comes with the next one
-                base, theirs = steps[0]
-                if self.paths != [""]:
-                    theirs = self.store.graft(base, theirs, self.paths, True)
-                event["theirs"] = self.store.graft(theirs, base, restore.left.keys()
-                                                   - restore.never, False)
-            if self.paths == [""] and (restore.done or restore.left.keys() <= restore.never):
-                for other in self.events if not undo or undo.get("paths", [""]) == [""] else ():
-                    if other["id"] in turns:
-                        other["undone"] = kind == "undo"
-                if undo:
-                    undo["redone"] = True
-        rows = [{"path": path, "status": what,
-                 "risk": risks(self.store, path, *restore.planned[path], self.agents)}
-                for path, what in sorted(restore.done.items())]
-        left = [{"path": path, "why": why, "conflict": path not in restore.never}
-                for path, why in sorted(restore.left.items())]
-        return {"dry": dry, "turns": list(turns), "changed": rows, "left": left}
+        return restore
 
 
 VERBS = {name: getattr(Request, name) for name in
