@@ -126,7 +126,7 @@ class Asked:
         argv = shadow_argv(engine, session, self.name, verb, writable, origin)
         place = sandbox.source_of(session.created()[0])
         place = f"a copy of {place}" if session.copy and not origin else place
-        text = sandbox.to_json({**request, "directory": place, "when": now()}).encode()
+        text = sandbox.to_json({**request, "directory": place}).encode()
         if len(text) > REQUEST_BYTES:
             raise Refused({"error": "these are too many paths", "kind": "large",
                            "hint": "name a directory that holds them"})
@@ -235,13 +235,14 @@ def bounds(config: Config) -> dict[str, Any]:
 
 
 def bounds_of(session: Session) -> dict[str, Any]:
-    """The bounds() for what is done with turns that are there: a mistake in the configuration,
-    which was said, does not keep one from that, and then nothing is dropped.
+    """The time and the bounds() for what is done with turns that are there: a mistake in the
+    configuration, which was said, does not keep one from that, and then nothing is dropped.
     """
     try:
-        return bounds(sandbox.session_config(session))
+        found = bounds(sandbox.session_config(session))
     except SandboxError:
-        return {"agents": [*sandbox.AGENTS], "keep": sys.maxsize, "maxBytes": sys.maxsize}
+        found = {"agents": [*sandbox.AGENTS], "keep": sys.maxsize, "maxBytes": sys.maxsize}
+    return found | {"when": now()}
 
 
 class Turn:
