@@ -1226,10 +1226,16 @@ class Output:
                 if not data:
                     poller.unregister(fd)
                     left -= 1
+                elif self.is_whole(fd, data):
+                    return
             total = sum(len(data) for parts in chunks.values() for data in parts)
             if limit_bytes and total > limit_bytes:
                 self.kill(9)
                 return
+
+    def is_whole(self, fd: int, data: bytes) -> bool:
+        """Whether nothing more than this is awaited, not even the end."""
+        return False
 
     def wait(self) -> int:
         """The exit status of a process that has closed its streams, which most do by ending."""
@@ -4401,8 +4407,12 @@ class RunRequest:
             agent = ""  # the person has said so at the prompt
         if self.only_tells:
             return None
+        words = command
+        if agent and self.config.get("yolo"):  # without what we have added
+            told = command[len(self.base()):]
+            words = [command[0], *(word.partition("\n")[0] for word in told)]
         about = {"id": random_id(), "what": "agent" if agent else "command",
-                 "command": title_of(command)}
+                 "command": title_of(words)}
         turn = wanted_turn(self.config, engine, session, about, bool(agent))
         if turn:
             turn.prompts = (bool(agent) and not self.is_passing

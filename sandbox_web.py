@@ -1996,10 +1996,8 @@ class Changes:
 
         known = self.log(engine, session, False)["turns"] if session.copy else []
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
-        request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
-                   **request}
-        return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
-                                                         tree != "main"))
+        request = {**sandbox_changes.bounds_of(session), "tree": tree, **request}
+        return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable))
 
     @contextmanager
     def alone(self, session: Session) -> Iterator[None]:
