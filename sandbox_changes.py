@@ -357,7 +357,7 @@ class Turn:
         """For turn_argv(), and static/session/job.py: in an argv others would see a prompt."""
         session = self.session
         return {"SANDBOX_TURN_ARGV": repr(turn_argv()), "SANDBOX_TURN": sandbox.to_json({
-            "runtime": self.engine.name,
+            "runtime": f"{self.engine.name}@{self.engine.host}",
             "session": [session.name, session.labels, session.id, session.ours],
             "about": self.about, "bounds": self.bounds, "must": self.must,
             "prompts": self.prompts})}
@@ -377,8 +377,8 @@ def carry_out() -> int:
     name, labels, id, ours = given["session"]
     session = sandbox.Session(name, "", labels, id)
     session.ours = ours
-    turn = Turn(sandbox.ENGINES[given["runtime"]](), session, given["about"], given["bounds"],
-                given["must"])
+    engine = sandbox.engine_of(*given["runtime"].partition("@")[::2])
+    turn = Turn(engine, session, given["about"], given["bounds"], given["must"])
     turn.prompts = given.get("prompts", False)
     try:
         if sys.argv[2] == "begin":

@@ -286,7 +286,7 @@ def days_of(data: Any) -> dict[str, Any]:
     """
     try:
         return {sandbox.one_line(day)[:10]: {
-                    "seconds": float(row["seconds"]),
+                    "seconds": float(an_amount(row["seconds"])),
                     "models": {sandbox.one_line(model)[:100]: counts_of(counts)
                                for model, counts in row["models"].items()}}
                 for day, row in data["days"].items()}
@@ -296,8 +296,15 @@ def days_of(data: Any) -> dict[str, Any]:
 
 def counts_of(row: Any) -> dict[str, Any]:
     *counts, usd = row
-    return {**dict(zip(COUNTS, map(int, counts), strict=True)),
-            "usd": None if usd is None else float(usd)}
+    return {**dict(zip(COUNTS, (int(an_amount(count)) for count in counts), strict=True)),
+            "usd": None if usd is None else float(an_amount(usd))}
+
+
+def an_amount(value: Any) -> Any:
+    """What can be counted with, and sums of it, too. Raises ValueError."""
+    if type(value) not in (int, float) or not 0 <= value < 1e15:
+        raise ValueError("this is no amount")
+    return value
 
 
 def spent_of(days: Mapping[str, Any], per: str) -> dict[str, float]:

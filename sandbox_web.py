@@ -23,10 +23,11 @@ All that it uses of sandbox.py (a test compares this list with the code):
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings lock_homes AGENTS options_of
     engines: Engine candidates present_image
-    sessions: Session find_session list_sessions create_session recreation check_recreation
-        recreate_session start_session stop_session remove_session users_of recall has_ended
-        generated_name spec_of check_spec check_mounts differences git_of
-        check_removed check_stopped KILLED rename_session duplicate_home settings_beside
+    sessions: Session find_session list_everywhere lost_row create_session recreation
+        check_recreation recreate_session start_session stop_session remove_session users_of
+        recall has_ended generated_name spec_of check_spec check_mounts
+        differences git_of check_removed check_stopped KILLED rename_session duplicate_home
+        settings_beside
     network: network_of set_rules change_rules decision_of kept_decisions give_keys
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
         wanted_turn
@@ -99,6 +100,7 @@ LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
 SHOWN_DECISIONS = 500
+LOST_SECONDS = 30  # for which a host that did not answer is not asked again
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 LOG_SECONDS = 10  # how long that of a session's turns, which a run of the command line adds to
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
@@ -976,22 +978,26 @@ def as_request_error() -> Iterator[None]:
         raise WebError("bad_request", error.message, error.hint) from None
 
 
+Rows = list[dict[str, Any]]
+
+
 class Sessions:
     """The list of sessions: one call of the engine at a time, however many ask."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.changes = 0
-        self.rows: list[dict[str, str]] = []
+        self.rows: list[dict[str, Any]] = []
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
         # When the last call failed, and what is told of it: an error that is kept holds its frames.
         self.failed = (0.0, ("", "", ""))
+        self.lost: dict[str, tuple[float, str]] = {}  # hosts: until when they are left alone
 
     def expire(self) -> None:
         """Have the next list be a new one: something has changed."""
         self.changes += 1
 
-    def list(self) -> list[dict[str, str]]:
+    def list(self) -> Rows:
         asked = time.monotonic()
         with self.lock:
             if self.failed[0] > asked:  # a call failed while this one waited
@@ -1000,13 +1006,23 @@ class Sessions:
             if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
                 changes = self.changes
                 try:
-                    self.rows = sandbox.list_sessions(sandbox.candidates(sandbox.load_config()))
+                    self.rows = self.ask()
                 except SandboxError as error:
                     told = as_web_error(error)
                     self.failed = (time.monotonic(), (told.code, told.message, told.hint))
                     raise
                 self.known = (changes, time.monotonic())
             return self.rows
+
+    def ask(self) -> Rows:
+        """What there is on all hosts; one that did not answer is left alone for a while."""
+        now = time.monotonic()
+        self.lost = {host: lost for host, lost in self.lost.items() if lost[0] > now}
+        known = {host: why for host, (_, why) in self.lost.items()}
+        rows, lost = sandbox.list_everywhere(sandbox.load_config(), known)
+        self.lost.update((host, (time.monotonic() + LOST_SECONDS, why))
+                         for host, why in lost.items() if host and host not in known)
+        return rows + [sandbox.lost_row(host, why) for host, why in lost.items()]
 
 
 def find(name: str) -> tuple[Engine, Session]:
@@ -1067,7 +1083,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         unknown = ("agent", "profile", "directory", "workdir", "workspace", "image", "network",
                    "keys", "agentPromptCommand")
         return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
-                "runtime": engine.name, "recreate": []}
+                "runtime": engine.name, "host": engine.host, "recreate": []}
     settings = sandbox.read_settings(session.name)
     config = sandbox.session_config(session, settings)
     return {
@@ -1077,7 +1093,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         "image": have["image"], "ports": have["ports"],
         "network": sandbox.network_of(session, config) if session.has_rules else have["network"],
         "workspace": have.get("workspace", "mount"), "keys": have.get("keys", "visible"),
-        "runtime": engine.name, "recreate": recreate_lines(session, config),
+        "runtime": engine.name, "host": engine.host, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
                                               settings),
     }
@@ -1088,6 +1104,10 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
     tail = request.number("tail", 0, 0, TAIL_BYTES)
     rows, data = [], sandbox.read_config()
     for row in app.sessions.list():
+        if row["state"] == "unreachable":  # a host
+            rows.append({**row, "agentMode": False, "jobs": 0, "autostarts": 0, "terminals": 0,
+                         "last": None})
+            continue
         jobs = list_jobs(row["name"], 20)
         running = [job["kind"] for job in jobs if job["state"] == "running"]
         last = dict(jobs[0]) if jobs else None
@@ -1102,7 +1122,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, **{"keys": object},
+                  image=str, **{"keys": object}, **dict.fromkeys(["host"], str),
                   **dict.fromkeys(["workspace", *SETTINGS], object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
@@ -1116,7 +1136,7 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     if not config.is_given("hostPath"):
         raise WebError("bad_request", "the directory is missing",
                        "give directory: an absolute path on the host")
-    if not os.path.isdir(directory):
+    if not (config.get("host") or os.path.isdir(directory)):
         raise WebError("bad_request", f"directory: {directory} is not a directory on the host")
     name = config.get("containerName") or sandbox.generated_name(directory)
     engines = sandbox.candidates(config)
@@ -1193,6 +1213,7 @@ def post_rename(app: App, request: Request, params: Params) -> Answer:
     name, terminals = named(fields(request.json(), name=str)), app.terminals.of(session.name)
     if not name:
         raise WebError("bad_request", "the name is missing")
+    name = engine.full(name)
     check_free([engine], name)
     sandbox.rename_session(engine, session, name)
     for terminal in terminals.values():
@@ -3460,6 +3481,8 @@ def serve(args: argparse.Namespace) -> int:
     if args.runtime:
         # Every configuration that is read from now on has it.
         os.environ["SANDBOX_RUNTIME"] = args.runtime
+    if args.host is not None:
+        os.environ["SANDBOX_HOST"] = args.host
     tls = tls_context(args)
     sandbox.with_remedies(import_websockets, args.yes)
     if not is_loopback(address[0]) and not tls:
