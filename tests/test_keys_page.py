@@ -232,7 +232,7 @@ def test_counts_that_lie_hide_nothing(page: Page, service: Service, hidden: Hidd
         for row in ({"seconds": odd, "models": {}},
                     {"seconds": 1, "models": {"m": [1, 1, odd, 1, 1, 1, 1]}}):
             with pytest.raises(ValueError):
-                sandbox_keys.days_of(json.dumps({"days": {day(0): row}}))
+                sandbox_keys.days_of({"days": {day(0): row}})
     put_counts(hidden, {"x" * 500: DAYS[day(0)], day(0): {"seconds": 1e14, "models": {
         f"{number}{'m' * 300}": [10**14] * 6 + [1e14] for number in range(40)}}})
     page.goto(f"http://{service.address}/#/s/{hidden.name}/usage")
