@@ -51,7 +51,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
     import subprocess
-    import threading
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
@@ -478,8 +478,8 @@ class Pack:
         self.rows = list[tuple[bytes, int, int]]()  # name, checksum and offset of what is written
         self.waiting = list[tuple[bytes, bytes, bytes]]()  # name, kind, data
         self.bytes, self.size = 0, 12  # of what waits, of the file
-        self.threads: list[threading.Thread] = []
-        self.error: OSError | None = None
+        self.pool: ThreadPoolExecutor | None = None
+        self.jobs: list[Future[list[tuple[bytes, int, bytes]]]] = []
 
     def put(self, kind: bytes, data: bytes) -> bytes:
         """Its name. Raises OSError, also for what was put before."""
@@ -497,31 +497,18 @@ class Pack:
         return name
 
     def pass_on(self) -> None:
-        """Have threads write what waits: to compress it takes longer than all the rest."""
-        import queue
-        import threading
+        """Have threads compress what waits: that takes longer than all the rest."""
+        if not self.pool:
+            from concurrent.futures import ThreadPoolExecutor
 
-        if not self.threads:
-            self.queue, self.lock = queue.Queue[Any](4), threading.Lock()
-            self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(2)]
-            for thread in self.threads:
-                thread.start()
-        if self.error:
-            raise self.error
-        self.queue.put(self.waiting)
+            self.pool = ThreadPoolExecutor(2)
+        self.jobs.append(self.pool.submit(compressed, self.waiting))
         self.waiting, self.bytes = [], 0
-
-    def work(self) -> None:
-        for objects in iter(self.queue.get, None):
-            try:
-                packed = [pack_entry(*entry) for entry in objects]
-                with self.lock:
-                    self.write(packed)
-            except OSError as error:
-                self.error = error
+        if len(self.jobs) > 4:
+            self.write(self.jobs.pop(0).result())
 
     def write(self, packed: list[tuple[bytes, int, bytes]]) -> None:
-        if not self.rows:
+        if packed and not self.rows:
             self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
             self.file.write(bytes(self.size))
         for name, checksum, data in packed:
@@ -531,16 +518,9 @@ class Pack:
     def finish(self) -> None:
         import hashlib
 
-        if self.threads:
-            self.pass_on()
-            for _ in self.threads:
-                self.queue.put(None)
-            for thread in self.threads:
-                thread.join()
-            if self.error:
-                raise self.error
-        elif self.waiting:
-            self.write([pack_entry(*entry) for entry in self.waiting])
+        for job in self.jobs:
+            self.write(job.result())
+        self.write(compressed(self.waiting))
         if not self.rows:
             return
         with self.file as file:
@@ -571,15 +551,18 @@ class Pack:
                          *numbers, *(offset.to_bytes(8) for offset in far)))
 
 
-def pack_entry(name: bytes, kind: bytes, data: bytes) -> tuple[bytes, int, bytes]:
-    """The name, the checksum and the bytes of an object."""
-    size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
-    while size:
-        head[-1] |= 128
-        head.append(size & 127)
-        size >>= 7
-    packed = bytes(head) + zlib.compress(data, 1)
-    return name, zlib.crc32(packed), packed
+def compressed(objects: list[tuple[bytes, bytes, bytes]]) -> list[tuple[bytes, int, bytes]]:
+    """The name of each, and a checksum and the bytes of its entry in a pack."""
+    entries = list[tuple[bytes, int, bytes]]()
+    for name, kind, data in objects:
+        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
+        while size:
+            head[-1] |= 128
+            head.append(size & 127)
+            size >>= 7
+        entry = bytes(head) + zlib.compress(data, 1)
+        entries.append((name, zlib.crc32(entry), entry))
+    return entries
 
 
 def tree_data(entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
@@ -691,7 +674,7 @@ class Walk:
         self.rules = Rules(store)
         self.folders: dict[str, Folder] = {}
         self.loaded: dict[str, dict[str, Row]] = {}
-        self.racy, self.leftovers = dict[str, set[str]](), list[tuple[str, str]]()
+        self.racy, self.leftovers = set[tuple[str, str]](), list[tuple[str, str]]()
         self.temporary: str = store.state.get("temporary", "")
         self.settled = time.time_ns() - RACY_NS
         try:
@@ -864,44 +847,45 @@ class Walk:
 
     def file(self, fd: int, folder: str, row: Row, known: bool, git: bool) -> Row | None:
         """Put it into the store. Returns its row as it was then, None where it is not kept."""
-        name, *key = row
-        path = f"{folder}/{name}" if folder else name
-        found: tuple[Row, str, bytes, bytes] | None = None
+        name, found = row[0], None
         if self.temporary and name.startswith(self.temporary):
             self.leftovers.append((folder, name))
         elif not (git and name.endswith(".lock")):
-            found = self.look(fd, path, row)
+            found = self.look(fd, folder, row)
         if known:
             self.drop(folder, name)
         if not found:
             return None
-        row, mark, data, mode = found
-        self.put(folder, mark + name, data, mode)
-        full = stat.S_IMODE(row[1]) if mark == "=" and mode != b"120000" else 0o644
-        if full not in (0o644, 0o755):
-            text = b"%o" % full
-            if full & 0o6000:
+        row, mark, data = found
+        mode = row[1] if mark == "=" else stat.S_IFREG | 0o644
+        kind = b"120000" if stat.S_ISLNK(mode) else b"100755" if mode & 0o100 else b"100644"
+        self.put(folder, mark + name, data, kind)
+        if stat.S_ISREG(mode) and stat.S_IMODE(mode) not in (0o644, 0o755):
+            text = b"%o" % stat.S_IMODE(mode)
+            if mode & 0o6000:
                 with contextlib.suppress(OSError):
                     st = os.stat(name, dir_fd=fd, follow_symlinks=False)
                     text += b" %d %d" % (st.st_uid, st.st_gid)
             self.put(folder, f":m={name}", text)
         return row
 
-    def look(self, fd: int, path: str, row: Row) -> tuple[Row, str, bytes, bytes] | None:
-        """Its row, the mark of its name, its content and its mode for git; None if it is gone."""
-        def note(*words: object) -> tuple[Row, str, bytes, bytes]:
-            return row, ":s=", " ".join(map(str, words)).encode(), b"100644"
+    def look(self, fd: int, folder: str, row: Row) -> tuple[Row, str, bytes] | None:
+        """Its row, the mark of its name and its content; None if it is gone."""
+        def note(*words: object) -> tuple[Row, str, bytes]:
+            return row, ":s=", " ".join(map(str, words)).encode()
 
-        folder, _, name = path.rpartition("/")
-        for _ in range(ATTEMPTS):
+        name = row[0]
+        for attempt in range(ATTEMPTS):
             try:
+                if attempt:
+                    row = row_of(name, os.stat(name, dir_fd=fd, follow_symlinks=False))
                 if len(row) == 1:
                     return note("unreadable")
                 _, mode, size, *times, _ = row
                 if max(times) >= self.settled:
-                    self.racy.setdefault(folder, set()).add(name)
+                    self.racy.add((folder, name))
                 if stat.S_ISLNK(mode):
-                    return row, "=", os.readlink(os.fsencode(name), dir_fd=fd), b"120000"
+                    return row, "=", os.readlink(os.fsencode(name), dir_fd=fd)
                 if not stat.S_ISREG(mode):
                     return note({stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(
                         stat.S_IFMT(mode), "device"))
@@ -912,15 +896,15 @@ class Walk:
                     return note("full", size, *times)
                 data, st = self.read(fd, name, size)
                 if row_of(name, st) == row and len(data) == size:
-                    return row, "=", data, b"100755" if mode & 0o100 else b"100644"
-                row = row_of(name, os.stat(name, dir_fd=fd, follow_symlinks=False))
+                    break
             except FileNotFoundError:
                 return None
             except OSError:
-                self.racy.setdefault(folder, set()).add(name)
+                self.racy.add((folder, name))
                 return note("unreadable", *row[2:5])
-        self.racy.setdefault(folder, set()).add(name)  # it is being written all the time
-        return row, "=", data, b"100755" if mode & 0o100 else b"100644"
+        else:
+            self.racy.add((folder, name))  # it is being written all the time
+        return row, "=", data
 
     def read(self, fd: int, name: str, size: int) -> tuple[bytes, os.stat_result]:
         """No more than it had, and one byte to know that it grows. Raises OSError."""
@@ -959,8 +943,8 @@ class Walk:
         state["last"][self.label] = self.tree
         state["first"].setdefault(self.label, self.tree)
         noted = dict(self.folders)
-        for folder, names in self.racy.items():  # no row is like that
-            rows = [(row[0], 0) if row[0] in names else row
+        for folder in {folder for folder, _ in self.racy}:
+            rows = [(row[0], 0) if (folder, row[0]) in self.racy else row  # no row is like that
                     for row in marshal.loads(noted[folder][0])]
             noted[folder] = marshal.dumps(rows, 2), *noted[folder][1:]
         if noted != self.cache:
