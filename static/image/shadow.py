@@ -156,12 +156,16 @@ Folder = tuple[bytes, dict[str, str], int, bytes]
 NO_FOLDER: Folder = marshal.dumps([], 2), {}, -1, b""
 
 
+def printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()[:1000]
+
+
 class Failure(Exception):
     """What ends the request, and what one can do about it."""
 
     def __init__(self, message: str, hint: str, kind: str = "", code: int = 1) -> None:
-        super().__init__(message)
-        self.hint, self.kind, self.code = hint, kind, code
+        super().__init__(printable(message))
+        self.hint, self.kind, self.code = printable(hint), kind, code
 
 
 class Entry(NamedTuple):
@@ -173,10 +177,6 @@ class Entry(NamedTuple):
 
 def row_of(name: str, st: os.stat_result) -> Row:
     return name, st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino
-
-
-def printable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()[:500]
 
 
 def canonical(path: str) -> str:
@@ -292,9 +292,6 @@ class Store:
         if len(head) != 3:
             raise damaged(f"object {id[:12]} is missing")
         return int(head[2]), self.reader.stdout
-
-    def size(self, id: str) -> int:
-        return self.ask("info", id)[0]
 
     def get(self, id: str) -> bytes:
         size, stream = self.ask("contents", id)
@@ -454,11 +451,6 @@ def mode_of(words: Sequence[str]) -> int:
 def in_workspace(name: str) -> str:
     """The path of one in the store; of a directory's mode one that ends with :dir."""
     return "/".join(re.sub("^(?::[ms])?=", "", part) for part in name.split("/"))
-
-
-def marked(path: str, mark: str = "=") -> str:
-    *folders, name = path.split("/")
-    return "/".join((*(f"={part}" for part in folders), mark + name))
 
 
 def names(name: str) -> list[bytes]:
@@ -680,8 +672,7 @@ class Walk:
         try:
             self.root = os.open(workspace, FLAGS | os.O_DIRECTORY)
         except OSError as error:
-            raise Failure(f"{printable(workspace)}: {error.strerror}",
-                          "Is it still there?") from None
+            raise Failure(f"{workspace}: {error.strerror}", "Is it still there?") from None
         self.shared = self.share() if len(self.cache) > SHARED and not self.temporary else {}
         self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False)
 
@@ -1214,8 +1205,8 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             continue
         row = found[path] = {
             "path": path, "status": status(a, b), "oldMode": octal(a), "newMode": octal(b),
-            "size": store.size(b.id) if b and b.kind in (FILE, LINK) else None, "binary": False,
-            "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
+            "size": store.ask("info", b.id)[0] if b and b.kind in (FILE, LINK) else None,
+            "binary": False, "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
         for note in [side for side in sides if side.kind == NOTE]:
             kind, *values = note.words
             row |= {"kept": False, "seen": kind, "why": not_kept(kind)}
@@ -1231,7 +1222,7 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             counts |= {"binary": True} if added == b"-" else {
                 "added": int(added), "deleted": int(deleted)}
     if patch:
-        tops = [marked(path) if path else "." for path in paths]
+        tops = ["/".join(f"={part}" for part in path.split("/")) if path else "." for path in paths]
         add_patch(store, [*words, "-p", "--no-prefix", old, new, "--", *tops], found)
     return list(found.values())
 
@@ -1297,8 +1288,8 @@ class Request:
         whose = self.take("directory", str, "")
         known = self.store.state.setdefault("directories", {})
         if whose and known.setdefault(self.label, whose) != whose:
-            raise Failure(f"the snapshots are those of {printable(known[self.label])}, "
-                          f"and not of {printable(whose)}", "Another directory takes a new store.")
+            raise Failure(f"the snapshots are those of {known[self.label]}, and not of {whose}",
+                          "Another directory takes a new store.")
         walk = Walk(self.store, self.workspace, self.label, self.most)
         walk.commit()
         self.store.save()
@@ -1317,7 +1308,7 @@ class Request:
             if event["id"] == id and event["tree"] == self.label:
                 return event
         kept = ", ".join(event["id"] for event in self.events[-5:]) or "none"
-        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.",
+        raise Failure(f"there is no turn {id}", f"The last ones that are kept: {kept}.",
                       "missing")
 
     def after(self, event: dict[str, Any], now: str) -> str:
@@ -1338,7 +1329,7 @@ class Request:
         about = {key: str(value)[:4096] for key, value in (turn or self.given).items()
                  if key in ("id", "when", "what", "command", "ended")}
         if turn and any(event["id"] == about.get("id") for event in self.events):
-            raise Failure(f"there is a turn {printable(about['id'])} already", "Take another id.")
+            raise Failure(f"there is a turn {about['id']} already", "Take another id.")
         event = self.find(end) if end else None
         walk = self.walk()
         if turn:
@@ -1367,8 +1358,7 @@ class Request:
     def diff(self) -> dict[str, Any]:
         now = self.store.state["last"].get(self.label)
         if not now:
-            raise Failure("there is no snapshot yet", "One is taken when an agent runs.",
-                          "nothing")
+            raise Failure("there is no snapshot yet", "One is taken when an agent runs.", "nothing")
         turn = self.take("turn", str, "")
         event = self.find(turn) if turn else None
         if self.take("now", bool, False) and not (event and event["after"]):
@@ -1379,7 +1369,7 @@ class Request:
         rows = differences(self.store, old, new, self.paths, self.take("patch", bool, False),
                            self.agents)
         if self.paths != [""] and not rows:
-            raise Failure(f"nothing has changed at {printable(', '.join(self.paths))}",
+            raise Failure(f"nothing has changed at {', '.join(self.paths)}",
                           "Paths begin at the top of the workspace.", "missing")
         return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
@@ -1391,7 +1381,7 @@ class Request:
                  and (not event.get("undone") or some and event["id"] == turn)]
         if turn:
             if (first := self.find(turn)) not in turns:
-                raise Failure(f"turn {printable(turn)} is undone already",
+                raise Failure(f"turn {turn} is undone already",
                               "Try redo, or name the paths that were left.", "nothing")
             turns = [first] if self.take("only", bool, False) else turns[turns.index(first):]
         else:
@@ -1433,7 +1423,7 @@ class Request:
         """Merge into the workspace what turns the first tree of each step into the second one."""
         restore, dry = self.plan(walk, kind, steps), self.take("dry", bool, False)
         if self.paths != [""] and not restore.changes and not restore.left:
-            raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
+            raise Failure(f"nothing is to change at {', '.join(self.paths)}",
                           "Paths begin at the top of the workspace.", "missing")
         if not dry:
             restore.apply()
@@ -1492,8 +1482,7 @@ VERBS = {name: getattr(Request, name) for name in
 
 
 def usage(message: str) -> Failure:
-    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]",
-                   code=2)
+    return Failure(message, f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]", code=2)
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
@@ -1510,7 +1499,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     try:
         return dict(VERBS[argv[0]](Request(Store(os.path.abspath(argv[1])), argv[2], given)))
     except OSError as error:
-        raise Failure(f"{printable(str(error.filename or argv[1]))}: {error.strerror}",
+        raise Failure(f"{error.filename or argv[1]}: {error.strerror}",
                       "Is there space, and may one write there?") from None
     except (KeyError, TypeError, ValueError, EOFError, IndexError, AttributeError) as error:
         raise damaged(repr(error)[:300]) from None
