@@ -458,6 +458,10 @@ def is_name(text: str) -> bool:
     return 2 <= len(text) <= 128 and is_plain(text, "_.-") and text[0].isalnum()
 
 
+def is_host(text: str) -> bool:
+    return 0 < len(text) <= 64 and is_plain(text, "_.-")
+
+
 def is_image_name(text: str) -> bool:
     """`[host[:port]/][folder/]name`."""
     host, slash, rest = text.partition("/")
@@ -614,7 +618,9 @@ def a_network(value: Any) -> Any:
 
 
 a_name = fulfilling(
-    is_name, "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
+    lambda text: is_name(text.partition("@")[0]) and ("@" not in text or is_host(
+        text.partition("@")[2])),
+    "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
 an_image_name = fulfilling(
     is_image_name, "an image name: lower case, without a version (that is imageVersion)")
 an_image_version = fulfilling(is_image_version,
@@ -665,6 +671,18 @@ def a_budget(value: Any) -> dict[str, Any]:
     if (not all(type(amount) in (int, float) and 0 <= amount < 1e15 for amount in numbers)
             or value.get("per", "day") not in ("session", "day")):
         raise wrong
+    return value
+
+
+def some_hosts(value: Any) -> dict[str, Any]:
+    """Names, and what each says; sandbox_hosts reads the one that is meant."""
+    if not isinstance(value, dict):
+        raise ValueError("it is not an object")
+    for name, host in value.items():
+        if not (is_host(name) and isinstance(host, dict) and "runtime" in host
+                and all(map(is_text, host.values()))):
+            raise ValueError(f'{name!r}: {host!r} is not such as {{"runtime": "…", …}}, or its '
+                             "name has more than A-Z a-z 0-9 _ . -")
     return value
 
 
@@ -782,6 +800,11 @@ KEYS = {key.name: key for key in (
         of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
            "build doctor serve",
         variable="SANDBOX_RUNTIME", above_file=True),
+    Key("host", fulfilling(lambda text: not text or is_host(text), "a name of a host"), "--on",
+        "HOST", "a host of `hosts`; default: this machine",
+        of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
+           "build doctor serve usage budget", variable="SANDBOX_HOST", above_file=True),
+    Key("hosts", some_hosts, own=True),
 )}
 
 
@@ -906,6 +929,11 @@ class Config:
     def is_given(self, key: str) -> bool:
         """Whether anything but the defaults says what it is."""
         return any(key in layer.values for layer in self.layers if layer.origin != "default")
+
+    def given(self, key: str) -> Any:
+        """The value of a scalar that was given with this command, None where it was not."""
+        return next((layer.values[key] for layer in self.layers
+                     if layer.origin in ("flags", "request") and key in layer.values), None)
 
     @property
     def image(self) -> str:
@@ -1038,11 +1066,12 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
-          fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
+          fds: Mapping[int, int] | None = None, own_group: bool = False,
+          stop: Callable[[int], object] | None = None) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
-    the child is ended first: nobody else knows its pid yet.
+    `stop` ends the child first, or waits for it: nobody else knows its pid yet.
     """
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
@@ -1061,7 +1090,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if pid:
-            terminate(pid)
+            (stop or terminate)(pid)
         raise
 
 
@@ -1129,15 +1158,20 @@ class Output:
     """
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
-                 env: Mapping[str, str] | None = None, stdin: bytes = b"") -> None:
-        """`seconds` from now it must have ended."""
-        self.argv, self.seconds = argv, seconds
+                 env: Mapping[str, str] | None = None, stdin: bytes = b"",
+                 changes: bool = False) -> None:
+        """`seconds` from now it must have ended. Of a call that `changes` what there is a Ctrl-C
+        waits for the end: a daemon would go on without its client, and what it makes after we have
+        looked what to remove would stay.
+        """
+        self.argv, self.seconds, self.changes = argv, seconds, changes
         self.deadline = time.monotonic() + seconds
         self.leads = seconds < LONG_SECONDS and not os.isatty(0)
         given = file_of(stdin)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads,
+                             stop=wait_for if changes else None)
         except BaseException:
             self.close(self.out, self.err)
             raise
@@ -1161,7 +1195,11 @@ class Output:
             self.collect(chunks, limit_bytes)
             status = self.wait()
         except BaseException as error:
-            self.end(9 if isinstance(error, EngineProblem) else 15)
+            late = isinstance(error, EngineProblem)
+            if self.changes and not late:
+                wait_for(self.pid)
+            else:
+                self.end(9 if late else 15)
             raise
         finally:
             self.close(*chunks)
@@ -1512,6 +1550,25 @@ def each(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
+def is_here(address: str) -> bool:
+    """Whether an address leads no further than this machine; '' is the engine's own choice."""
+    return not address or address.startswith(("unix:", "npipe:", "fd:", "/"))
+
+
+def place_name(place: str) -> str:
+    """A name for a host that has none but an address."""
+    return "".join(c if is_plain(c, "_.-") else "-" for c in place.rpartition("://")[2])[:60]
+
+
+def ssh_address(address: str) -> str:
+    """An address as ssh takes it: without a path."""
+    return "/".join(address.split("/")[:3])
+
+
+def kept_folder(host: str) -> str:
+    return f"@{host}" if host else ""
+
+
 class Engine:
     """The driver of an engine. What stands here is in the words that docker and podman share.
 
@@ -1526,6 +1583,7 @@ class Engine:
     address_variable = ""  # tells the client which one is meant
     daemonless = False  # the client itself starts containers, with helper programs of this machine
     daemon = ""  # the program of its daemon
+    options: tuple[str, ...] = ()  # of the client: what an entry of "hosts" may say
     create_flags: tuple[str, ...] = ()  # more options that each of our containers needs
 
     # What the client prints for each failure, in lower case; a driver adds its "daemon".
@@ -1534,6 +1592,7 @@ class Engine:
         "old": ("client version", "minimum supported api version"),
         "image": ("no such image", "image not known", "unable to find image"),
     }
+    unknown: tuple[str, ...] = ()  # how it says that there is no host of a name, in lower case
     # Programs that the engine starts, with the package that has each on Debian; elsewhere it is
     # named as the program.
     helpers: Mapping[str, str] = {"crun": "crun", "runc": "runc"}
@@ -1569,13 +1628,54 @@ class Engine:
         "volumes": ("volume", "ls", "-q"),  # prints their names
         "remove-volume": ("volume", "rm"),  # without -f: podman would remove its containers
         "commit": ("commit",),  # makes an image of a container, without what is mounted in it
-        "pull": ("pull", "-q"), "remove-image": ("image", "rm"),
+        "pull": ("pull", "-q"), "push": ("push",), "remove-image": ("image", "rm"),
         "import": ("import",),  # takes a tar archive of a root directory and the image's name
     }
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "", client: Sequence[str] = ()) -> None:
+        """For a host of the key "hosts", with the words that its every call begins with; else for
+        the one that our environment means, which has a name where it is another machine.
+        """
         self.version = ""
         self.asked: Output | None = None
+        self.client = [*client] or [self.name]
+        self.host = host or place_name(self.place())
+
+    def place(self) -> str:
+        """The address, or a name of it, of the other machine that our environment means; or ''."""
+        return ""
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether a path is the same file for the engine as for us."""
+        return not self.host
+
+    def ssh_words(self) -> list[str]:
+        """How ssh is told to reach its host; [] where the client does so in another way."""
+        return []
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a host of the key "hosts"."""
+        return self.client != [self.name]
+
+    @property
+    def origin(self) -> str:
+        """What says which one is meant."""
+        return f"hosts.{self.host} in {config_path()}" if self.is_named else self.address()
+
+    @property
+    def kept(self) -> str:
+        """The folder below ~/.sandbox for what is kept of its host's sessions."""
+        return kept_folder(self.host)
+
+    def full(self, name: str) -> str:
+        """NAME@HOST for a container of another host."""
+        return f"{self.bare(name)}@{self.host}" if self.host else name
+
+    def bare(self, name: str) -> str:
+        """The name as the engine knows it."""
+        return name.removesuffix(f"@{self.host}") if self.host else name
 
     def argv(self, call: str, *names: str) -> list[str]:
         """One of `calls` on containers, volumes or images.
@@ -1583,11 +1683,11 @@ class Engine:
         A driver adds "facts", which prints the version, a space and what is_rootless() takes, or
         "!" and why it cannot; and "storage", which prints the folder that it keeps images in.
         """
-        return [self.name, *self.calls[call], *names]
+        return [*self.client, *self.calls[call], *map(self.bare, names)]
 
-    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> str:
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, changes: bool = False) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = Output(argv, seconds).result()
+        status, out, err = Output(argv, seconds, changes=changes).result()
         if status:
             raise self.failure(err)
         return out
@@ -1614,7 +1714,7 @@ class Engine:
     def inspect_argv(self, name: str) -> list[str]:
         form = ("{{.Id}} {{.Name}} {{.State.Status}} {{.State.ExitCode}} {{.State.Pid}} "
                 "{{json .Config.Labels}}")
-        return [self.name, "container", "inspect", "--format", form, name]
+        return [*self.client, "container", "inspect", "--format", form, self.bare(name)]
 
     def read_inspected(self, out: str) -> tuple[str, str, str, int, int, dict[str, str]]:
         """Id, name, state, exit status, pid (0 for unknown) and labels of a container."""
@@ -1639,7 +1739,7 @@ class Engine:
 
     def image_of_argv(self, name: str) -> list[str]:
         """Prints the id of the image that a container was made from."""
-        return [self.name, "container", "inspect", "--format", "{{.Image}}", name]
+        return [*self.client, "container", "inspect", "--format", "{{.Image}}", self.bare(name)]
 
     def create_argv(self, name: str, image: str, command: Sequence[str], *,
                     labels: Mapping[str, str], workdir: str, log_size: str, env: Sequence[str],
@@ -1652,8 +1752,8 @@ class Engine:
         The limits have the names in KEYS. A bind is a path of the host, one of the container
         and options. A service is closed further than a session and started again when it fails.
         """
-        argv = [self.name, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
-                "--name", name, "--user", "0:0", "--workdir", workdir, *each("-e", env),
+        argv = [*self.client, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
+                "--name", self.bare(name), "--user", "0:0", "--workdir", workdir, *each("-e", env),
                 "--cap-drop", "ALL", "--log-driver", "json-file",
                 "--log-opt", f"max-size={log_size}"]
         argv += [f"--cap-add={capability}" for capability in capabilities]
@@ -1675,8 +1775,8 @@ class Engine:
         """Runs a command, with our stdin, in a new container that reaches nothing but what is
         mounted, and removes that.
         """
-        argv = [self.name, "run", "--rm", "-i", "--pull", "never", "--name", name, "--user", user,
-                "--workdir", "/", "--network", "none", "--read-only",
+        argv = [*self.client, "run", "--rm", "-i", "--pull", "never", "--name", name,
+                "--user", user, "--workdir", "/", "--network", "none", "--read-only",
                 "--log-driver", "none", "--security-opt", "no-new-privileges",
                 "--cap-drop", "ALL", *(f"--cap-add={name}" for name in capabilities),
                 *self.create_flags, *(f"--{limit}={value}" for limit, value in limits.items()),
@@ -1700,7 +1800,7 @@ class Engine:
 
     def create(self, argv: Sequence[str]) -> Output:
         """The creation of a container, begun."""
-        return Output(argv, LONG_SECONDS)
+        return Output(argv, LONG_SECONDS, changes=True)
 
     # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
     detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
@@ -1709,27 +1809,27 @@ class Engine:
                   env: Sequence[str] = (), stdin: bool = False,
                   terminal: bool = False) -> list[str]:
         """Runs a command in a container; a variable without `=` has the call's own value."""
-        argv = [self.name, "exec", *(["-i"] if stdin else []),
+        argv = [*self.client, "exec", *(["-i"] if stdin else []),
                 *(["-t", "--detach-keys", self.detach_keys] if terminal else []),
                 *(["--user", user] if user else []), *(["--workdir", workdir] if workdir else [])]
-        return [*argv, *each("-e", env), name, *command]
+        return [*argv, *each("-e", env), self.bare(name), *command]
 
     def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
                   since: float = 0) -> list[str]:
         """Prints what a container has printed, or the last lines, or what came since a time."""
-        return [self.name, "logs", *(["-f"] if follow else []),
+        return [*self.client, "logs", *(["-f"] if follow else []),
                 *(["--tail", str(tail)] if tail else []),
-                *(["--since", f"{since:.9f}"] if since else []), name]
+                *(["--since", f"{since:.9f}"] if since else []), self.bare(name)]
 
     def copy_argv(self, name: str, path: str) -> list[str]:
         """Prints a file of a container, which need not run, as a tar archive."""
-        return [self.name, "cp", f"{name}:{path}", "-"]
+        return [*self.client, "cp", f"{self.bare(name)}:{path}", "-"]
 
     # -- images --
 
     def image_argv(self, name: str) -> list[str]:
         form = "{{.Id}} {{json .RepoTags}} {{json .Config.Labels}}"
-        return [self.name, "image", "inspect", "--format", form, name]
+        return [*self.client, "image", "inspect", "--format", form, name]
 
     def read_image(self, out: str) -> tuple[str, list[str], dict[str, str]]:
         """Id, names and labels of an image."""
@@ -1739,7 +1839,7 @@ class Engine:
     def build_argv(self, tag: str, folder: str, labels: Mapping[str, str], args: Sequence[str],
                    host_network: bool) -> list[str]:
         """Builds the Containerfile of a folder; an argument without `=` has its value from ours."""
-        return [self.name, "build", "--force-rm", "-t", tag,
+        return [*self.client, "build", "--force-rm", "-t", tag,
                 *each("--label", map("=".join, labels.items())), *each("--build-arg", args),
                 *(["--network", "host"] if host_network else []),
                 "-f", os.path.join(folder, "Containerfile"), folder]
@@ -1751,7 +1851,7 @@ class Engine:
     def try_argv(self, image: str, command: Sequence[str], network: str = "open",
                  volumes: Sequence[str] = ()) -> list[str]:
         """Runs a command as root in a new container of an image, and removes that."""
-        return [self.name, "run", "--rm", "--init", "--pull", "never", "--user", "0:0",
+        return [*self.client, "run", "--rm", "--init", "--pull", "never", "--user", "0:0",
                 *(["--network", network] if network != "open" else []),
                 *each("--volume", volumes), "--entrypoint", command[0], image, *command[1:]]
 
@@ -1788,6 +1888,8 @@ class Engine:
             return self.problem(kind, message, self.name if wanted is None else wanted)
         hint = next((hint for sign, hint in self.hints.items() if sign in message.lower()),
                     LAST_HINT)
+        if self.is_named and any(sign in message.lower() for sign in self.unknown):
+            hint = f"correct {self.origin}"
         return SandboxError(message, hint, 125)
 
     def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
@@ -1795,6 +1897,8 @@ class Engine:
 
     def remedy(self, kind: str, message: str) -> Remedy:
         """The one remedy for a problem that was met with this message."""
+        if self.host and kind != "daemon":  # nothing of this machine mends it
+            return Remedy([], note=f"mend that on {self.host}")
         if kind == "permission":
             return permission_remedy(message)
         if kind == "helper":
@@ -1802,11 +1906,11 @@ class Engine:
                                      for name in self.missing_helpers(message))
             return install_remedy(packages, " ".join(packages))
         if kind == "daemon":
-            commands = self.start_commands(message)
+            commands = [] if self.host else self.start_commands(message)
             if commands:
                 return Remedy(commands, lambda: self.start_daemon(commands))
-            address = self.address()
-            return Remedy([], note=f"start the {self.name} that is meant, or correct {address}")
+            note = f"start the {self.name} that is meant, or correct {self.origin}"
+            return Remedy([], note=note)
         return Remedy(install_commands(*self.packages()), note=f"upgrade {self.name}")
 
     def packages(self) -> list[str]:
@@ -1853,9 +1957,11 @@ class Docker(Engine):
                "{home}/.docker/desktop/docker.sock", "{home}/.colima/default/docker.sock")
     address_variable = "DOCKER_HOST"
     daemon = "dockerd"
+    unknown = ("unable to resolve docker endpoint",)
     symptoms = {**Engine.symptoms,
                 "daemon": ("cannot connect to the docker daemon", "is the docker daemon running",
-                           "error during connect", "failed to connect to the docker api")}
+                           "error during connect", "make sure the url is valid",
+                           "failed to connect to the docker api")}
     calls = {
         **Engine.calls,
         "facts": ("info", "--format",
@@ -1872,10 +1978,42 @@ class Docker(Engine):
         **Engine.hints,
     }
 
+    options = ("context",)
+
     socket = "/var/run/docker.sock"
     log = "/var/log/dockerd.log"
     pid_files = {"dockerd": "/var/run/docker.pid",
                  "containerd": "/var/run/docker/containerd/containerd.pid"}
+
+    def place(self) -> str:
+        if address := os.environ.get("DOCKER_HOST"):
+            return "" if is_here(address) else address
+        context = os.environ.get("DOCKER_CONTEXT") or self.config("config.json").get(
+            "currentContext")
+        return context if context and not is_here(self.endpoint(context)) else ""
+
+    def config(self, path: str) -> dict[str, Any]:
+        """A file of the client's, {} where there is none that can be read."""
+        folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")
+        with suppress(OSError, ValueError):
+            found = read_json(os.path.join(folder, path))
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def endpoint(self, context: str) -> str:
+        """The address that a context has, "" for none that we know."""
+        with suppress(OSError, KeyError, TypeError):
+            folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")
+            for id in os.listdir(os.path.join(folder, "contexts", "meta")):
+                found = self.config(os.path.join("contexts", "meta", id, "meta.json"))
+                if found.get("Name") == context:
+                    return str(found["Endpoints"]["docker"]["Host"])
+        return ""
+
+    def ssh_words(self) -> list[str]:
+        place = self.client[2] if self.is_named else self.place()
+        address = place if "://" in place else self.endpoint(place)
+        return [ssh_address(address)] if address.startswith("ssh://") else []
 
     def is_rootless(self, fact: str) -> bool:
         return fact == "rootless"
@@ -1884,7 +2022,7 @@ class Docker(Engine):
         labels = ",".join(f'"{label}":{{{{json (.Label "{label}")}}}}' for label in shown)
         form = ('{"name":{{json .Names}},"state":{{json .State}},"image":{{json .Image}},'
                 '"created":{{json .CreatedAt}},"labels":{' + labels + "}}")
-        return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", form]
+        return [*self.client, "ps", "-a", "--filter", f"label={label}", "--format", form]
 
     def read_list(self, out: str) -> list[dict[str, Any]]:
         # not splitlines(): a label may hold U+0085
@@ -1904,8 +2042,8 @@ class Docker(Engine):
         return self.address_variable if os.environ.get("DOCKER_HOST") else "the docker context"
 
     def problem(self, kind: str, message: str, wanted: str) -> EngineProblem:
-        if (kind == "daemon" and self.socket in message and sys.platform != "darwin"
-                and not program("dockerd") and not self.has_unit()):
+        if (not self.host and kind == "daemon" and self.socket in message
+                and sys.platform != "darwin" and not program("dockerd") and not self.has_unit()):
             message += "\nonly the client of docker is installed here: there is no dockerd"
             return EngineProblem("engine", message, engine_remedy(wanted))
         return super().problem(kind, message, wanted)
@@ -1951,9 +2089,14 @@ class Podman(Engine):
     sockets = ("/run/podman/podman.sock", "{run}/podman/podman.sock")
     address_variable = "CONTAINER_HOST"
     daemonless = True
+    options = ("connection",)
     create_flags = ("--http-proxy=false",)
     symptoms = {**Engine.symptoms,
-                "daemon": ("cannot connect to podman", "unable to connect to podman")}
+                "daemon": ("cannot connect to podman", "unable to connect to podman",
+                           "failed to connect: ")}
+    unknown = ("destination not found",)
+    hints = {**Engine.hints, "strconv.atoi":
+             "give the connection's address its port: ssh://USER@HOST:22/run/…"}
     helpers = {
         "newuidmap": "uidmap", "newgidmap": "uidmap", "slirp4netns": "slirp4netns",
         "pasta": "passt", "nft": "nftables", "iptables": "iptables", "netavark": "netavark",
@@ -1968,7 +2111,24 @@ class Podman(Engine):
         "storage": ("info", "--format", "{{.Store.GraphRoot}}"),
         "rootless": ("info", "--format", "{{.Host.Security.Rootless}}"),
         "details": ("info", "--format", "json"),
+        "connections": ("system", "connection", "list", "--format", "json"),
     }
+
+    def place(self) -> str:
+        if address := os.environ.get("CONTAINER_HOST"):
+            return "" if is_here(address) else address
+        # On macOS it is the machine, which shares the person's files.
+        return os.environ.get("CONTAINER_CONNECTION", "") if sys.platform != "darwin" else ""
+
+    def ssh_words(self) -> list[str]:
+        place = self.client[2] if self.is_named else self.place()
+        address, identity = place, os.environ.get("CONTAINER_SSHKEY", "")
+        if "://" not in place:
+            known = parse_json(self.ask(self.argv("connections")))
+            row = next((row for row in known if row["Name"] == place), {"URI": "", "Identity": ""})
+            address, identity = row["URI"], row["Identity"]
+        words = ["-i", identity] if identity else []
+        return [*words, ssh_address(address)] if address.startswith("ssh://") else []
 
     def is_rootless(self, fact: str) -> bool:
         if fact == "remote":
@@ -1993,7 +2153,7 @@ class Podman(Engine):
         return self.problem("helper", message, self.name)
 
     def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
-        return [self.name, "ps", "-a", "--filter", f"label={label}", "--format", "json"]
+        return [*self.client, "ps", "-a", "--filter", f"label={label}", "--format", "json"]
 
     def read_list(self, out: str) -> list[dict[str, Any]]:
         return [{"name": row["Names"][0], "state": row["State"], "image": row["Image"],
@@ -2002,9 +2162,11 @@ class Podman(Engine):
                  "labels": row["Labels"]} for row in parse_json(out or "[]")]
 
     def create(self, argv: Sequence[str]) -> Output:
-        return Created(argv, LONG_SECONDS)
+        return Created(argv, LONG_SECONDS, changes=True)
 
     def build_problem(self) -> EngineProblem | None:
+        if self.host:
+            return None
         tables = "nft" if version_numbers(self.version) >= (5,) else "iptables"
         return self.lacks(tables) if os.getuid() == 0 and not program(tables) else None
 
@@ -2075,22 +2237,62 @@ def iso_time(text: str) -> str:
 
 def candidates(config: Config) -> list[Engine]:
     """The engine that was asked for, or those to try in turn."""
+    if config.get("host"):
+        engine = engine_on(config, config.get("host"))
+        asked = config.given("runtime")
+        if asked not in (None, engine.name):
+            raise SandboxError(f"the host {engine.host} has {engine.name} and not {asked}",
+                               "leave --rt out", 2)
+        return [engine]
+    return engines_here(config)
+
+
+def engines_here(config: Config) -> list[Engine]:
+    """The same, of this machine."""
     runtime = config.get("runtime")
     return [ENGINES[runtime]()] if runtime else [driver() for driver in ENGINES.values()]
 
 
-def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
-    """The engines of a command on what exists: a mistake in the file does not keep it from that."""
+def engine_on(config: Config, host: str) -> Engine:
+    """The engine of a host of the key "hosts". Raises SandboxError."""
+    import sandbox_hosts
+
+    return sandbox_hosts.engine_on(config, host)
+
+
+def engine_of(runtime: str, host: str) -> Engine:
+    """The engine that a session was seen on."""
+    if runtime in ENGINES and (engine := ENGINES[runtime]()).host == host:
+        return engine
+    return engine_on(load_config(), host)
+
+
+def at_host(engines: Sequence[Engine], name: str) -> Sequence[Engine]:
+    """The engines that a name is meant on: those given, or that of the host in NAME@HOST."""
+    host = name.partition("@")[2]
+    found = [engine for engine in engines if engine.host == host]
+    return engines if not host else found or [engine_on(load_config(), host)]
+
+
+def config_of(args: argparse.Namespace | None = None) -> Config:
+    """For a command on what exists: a mistake in the file does not keep it from that."""
     flags = flags_layer(args) if args else None
     try:
-        return candidates(load_config(flags))
+        return load_config(flags)
     except SandboxError as error:
         kept: dict[str, Any] = {}
-        with suppress(SandboxError, KeyError):  # with a mistake elsewhere this one still counts
-            kept = Layer({"runtime": read_config()["runtime"]}, "file").values
-        engines = candidates(load_config(flags, data=kept))
+        for key in KEYS.values():  # with a mistake elsewhere, what says where still counts
+            with suppress(SandboxError, KeyError):
+                if key.above_file or key.own:
+                    kept |= Layer({key.name: read_config()[key.name]}, "file").values
+        config = load_config(flags, data=kept)
         say(error.message)
-        return engines
+        return config
+
+
+def engines_of(args: argparse.Namespace | None = None) -> list[Engine]:
+    """The engines of such a command."""
+    return candidates(config_of(args))
 
 
 def first_answer(engines: Sequence[Engine],
@@ -2212,6 +2414,10 @@ class Session:
         self.copy = f"{COPY_VOLUME}{id}" if copied else ""
 
     @property
+    def is_elsewhere(self) -> bool:
+        return "@" in self.name
+
+    @property
     def is_ours(self) -> bool:
         return self.ours == self.id
 
@@ -2281,8 +2487,14 @@ def check_created(spec: Mapping[str, Any], labels: Mapping[str, str]) -> None:
             raise ValueError(name)
 
 
+def kept_path(kind: str, name: str) -> str:
+    """Where what is kept of a session is: NAME, or NAME@HOST."""
+    bare, _, host = name.partition("@")
+    return os.path.join(sandbox_home(), kept_folder(host), kind, bare)
+
+
 def settings_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "sessions", f"{name}.json")
+    return f"{kept_path('sessions', name)}.json"
 
 
 def read_settings(name: str) -> dict[str, Any]:
@@ -2419,22 +2631,29 @@ def session_config(session: Session, settings: Mapping[str, Any] | None = None,
 
 def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session | None]:
     """Look for a session by name, with one call. Raises NotASession for another container."""
-    engine, status, out, err = first_answer(engines, lambda e: Output(e.inspect_argv(name)))
+    engine, status, out, err = first_answer(at_host(engines, name),
+                                            lambda e: Output(e.inspect_argv(name)))
     if status and engine.is_absent(err):
         return engine, None
     if status:
         raise engine.failure(err)
     id, real_name, state, _, pid, labels = engine.read_inspected(out)
-    if real_name != name:  # the engine takes the start of an id, too
+    name = engine.full(name)
+    if engine.full(real_name) != name:  # the engine takes the start of an id, too
         return engine, None
     session = Session(name, state, labels, id)
-    session.process = mark_of(pid) if state == "running" else None
+    if state == "running":
+        session.process = "" if engine.host else mark_of(pid)
     if "sandbox.session" not in session.labels:
         raise NotASession(f"the container {name} exists and is not a sandbox session",
                           "choose another name with -n", 125)
     if "sandbox.proxy" in session.labels:
         raise NotASession(f"{name} is the proxy of the session {session.labels['sandbox.proxy']}",
                           "name the session, not its proxy", 125)
+    if engine.host and not recall([engine], name):
+        import sandbox_hosts
+
+        sandbox_hosts.take_over(engine, session)
     remember(engine, session)
     return engine, session
 
@@ -2451,26 +2670,40 @@ LOG_TAIL_BYTES = 65536
 
 
 def memory_path(engine: Engine, name: str) -> str:
-    return os.path.join(sandbox_home(), "known", f"{engine.name}-{name}.json")
+    return os.path.join(sandbox_home(), engine.kept, "known",
+                        f"{engine.name}-{engine.bare(name)}.json")
 
 
 def making_path(session: Session) -> str:
-    """A file that is there while we make a container with these labels, or have printed how."""
+    """A file that is there while we make a container with these labels, or have printed how. It
+    holds the settings of a new session, or nothing.
+    """
     id = session.labels.get("sandbox.session", "")
     return os.path.join(sandbox_home(), "making", id if is_plain(id, "") and id else "-")
 
 
-def note_making(session: Session) -> None:
+def note_making(session: Session, settings: Mapping[str, Any] | None = None) -> None:
+    text = "" if settings is None else to_json(settings)
     for _ in range(3):  # another's end may take the folder that we have just made
         with suppress(OSError):
             make_private(os.path.dirname(making_path(session)))
-            return os.close(os.open(making_path(session), os.O_WRONLY | os.O_CREAT, 0o600))
+            fd = os.open(making_path(session), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(fd, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+            return
 
 
 def forget_making(session: Session) -> None:
     with suppress(OSError):
         os.unlink(making_path(session))
         os.rmdir(os.path.dirname(making_path(session)))
+
+
+def begin_settings(session: Session, settings: Mapping[str, Any]) -> None:
+    """Give a new session its settings; what has its name in our folders is of an earlier one."""
+    forget_files(session.name)
+    if settings:
+        write_settings(session.name, settings)
 
 
 def remember(engine: Engine, session: Session) -> None:
@@ -2481,6 +2714,8 @@ def remember(engine: Engine, session: Session) -> None:
     known = recall([engine], session.name)
     if making := os.path.exists(making_path(session)):
         session.ours = session.id
+        with suppress(OSError, ValueError, FileError):  # for who made it and was killed
+            begin_settings(session, read_json(making_path(session)))
     if known:
         session.ours = session.ours or known[1].ours
         if not making and (known[1].id, known[1].process) == (session.id, session.process):
@@ -2499,10 +2734,10 @@ def look_next_time(engine: Engine, session: Session) -> None:
 
 def recall(engines: Sequence[Engine], name: str) -> tuple[Engine, Session] | None:
     """The session as it was when we last saw it."""
-    for engine in engines:
+    for engine in at_host(engines, name):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = read_json(memory_path(engine, name))
-            session = Session(name, "running", data["labels"], data["id"])
+            session = Session(engine.full(name), "running", data["labels"], data["id"])
             session.process = data.get("process")
             session.ours = data.get("ours", data["id"]) or "none"  # not the id that it lacks
             return engine, session
@@ -2634,7 +2869,7 @@ def session_argv(engine: Engine, name: str, spec: Mapping[str, Any],
     return engine.create_argv(
         name, spec["image"],
         ["sh", "-c", script.decode(), "sandbox", *labels["sandbox.user"].split(":"), home,
-         *mounts_meant(binds_of(spec))],
+         *(mounts_meant(binds_of(spec)) if engine.shares_files else ())],
         labels=labels, workdir=spec["workdir"], capabilities=CAPABILITIES,
         env=[f"HOME={CONTAINER_HOME}",
              *([f"SANDBOX_PROXY={PROXY_URL}"] if session.has_rules else []),
@@ -2777,22 +3012,24 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
                    spec: Mapping[str, Any], home: str = "",
                    source: Session | None = None,
                    turn: Callable[[Engine, Session], Turn | None] = lambda *_: None,
-                   ) -> tuple[Engine, Session]:
+                   settings: Mapping[str, Any] | None = None) -> tuple[Engine, Session]:
     """Create and start a session and its proxy; what a failed attempt left is removed.
 
     `spec` is spec_of(config) as it was checked, `home` a volume that is there, as is its copy but
-    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. Raises
-    SandboxError.
+    for a duplicate of a `source`. The first snapshot for a `turn` is taken meanwhile. A new session
+    gets these `settings`; without any it has those of its name. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
+    name = engine.full(name)
     check_agent(engine, config)
-    labels = labels_of(config, flags, spec, container_user(rootless), home)
+    spec, user = placed(engine, config, spec, rootless)
+    labels = labels_of(config, flags, spec, user, home)
     session = Session(name, "running", labels)
     make_worktree_config(spec)
     make_protected(spec)
-    status, begun, new = 1, None, bool(source or not home)
+    status, begun, new, done = 1, None, bool(source or not home), False
     try:
-        note_making(session)
+        note_making(session, settings)
         if session.copy and new:
             import sandbox_changes
 
@@ -2811,15 +3048,19 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             status = made if given else 1
         if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
+        if not status:  # only now is the name ours
+            session.id = session.ours = out.strip()
+            if settings is not None:
+                begin_settings(session, settings)
+                note_making(session)  # without what it has by now
+            remember(engine, session)
+            done = True
     finally:
-        if status:
+        if not done:
             if begun:
                 begun.drop()
             remove_leftover(engine, session, new)
             forget_making(session)
-        else:
-            session.id = session.ours = out.strip()
-            remember(engine, session)
     if status and engine.is_name_taken(err):
         raise NameTaken(f"the name {name} was taken by another run", "try again", 125)
     if status and engine.diagnose(err) == "image":
@@ -2834,6 +3075,19 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     if config.all("protect") and not (spec["protect"] or spec["git"] or session.copy):
         say(f"nothing is protected in {spec['directory']}: it has no .git")
     return engine, session
+
+
+def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
+           rootless: bool) -> tuple[Mapping[str, Any], str]:
+    """A specification as it is where the engine is, and whose files are mounted there: uid:gid.
+
+    Raises SandboxError where a mount would be of another machine's files.
+    """
+    if engine.shares_files:
+        return spec, container_user(rootless)
+    import sandbox_hosts
+
+    return sandbox_hosts.placed(engine, config, spec, rootless)
 
 
 def recreation(session: Session, flags: Layer, profile: str | None = None,
@@ -2916,20 +3170,22 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                       spec: Mapping[str, Any],
                       settings: Callable[[], dict[str, Any]] | None) -> Session:
     place = source_of(session.created()[0])
-    if session.copy and place != spec["sources"][0]:
-        raise SandboxError(f"{session.name} works on a copy of {place}, for good",
-                           "sandbox run --copy makes a session on a copy of another one")
     image, before = present_image(engine, config), image_of(engine, session)
-    aside, home = f"{session.name[:100]}.{random_id()}", session.home or new_home()
+    aside = engine.full(f"{engine.bare(session.name)[:100]}.{random_id()}")
+    home = session.home or new_home()
     fresh = None
     look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
-        engine.ask(engine.argv("rename", session.id, aside))
+        engine.ask(engine.argv("rename", session.id, aside), changes=True)
         if not session.home:
             copy_home(engine, session, home)
         renew_home(engine, home, before, image, left_places(session, spec))
         _, fresh = create_session([engine], session.name, config, flags, spec, home)
+        if session.hides_keys and fresh.hides_keys:
+            import sandbox_keys
+
+            sandbox_keys.take_counts(engine, session, fresh)
         check_ready(engine, fresh)
     except BaseException:
         if fresh:
@@ -3135,7 +3391,7 @@ def start_session(engine: Engine, session: Session) -> None:
 
 def check_mounted(engine: Engine, session: Session, have: Mapping[str, Any]) -> None:
     """Stop a session that was just started on other mounts than meant. Raises SandboxError."""
-    meant = mounts_meant(binds_of(have)) if have.get("sources") else []
+    meant = mounts_meant(binds_of(have)) if have.get("sources") and engine.shares_files else []
     if not meant:
         return
     script = asset("session/mounts.sh").decode() + f'mounts_are "$@" || exit {TURNED_STATUS}'
@@ -3169,9 +3425,11 @@ def stop_session(engine: Engine, session: Session) -> None:
 def missing_image(engine: Engine, config: Config) -> EngineProblem:
     version = config.get("imageVersion")
     name = [] if config.get("imageName") == IMAGE_NAME else ["--in", config.get("imageName")]
-    remedy = Remedy([["sandbox", "build", "--rt", engine.name, "--iv", version, *name]],
+    where = ["--on", engine.host] if engine.is_named else ["--rt", engine.name]
+    remedy = Remedy([["sandbox", "build", *where, "--iv", version, *name]],
                     lambda: build_image(engine, config))
-    return EngineProblem("image", f"{engine.name} has no image {config.image}", remedy)
+    place = engine.host or engine.name
+    return EngineProblem("image", f"{place} has no image {config.image}", remedy)
 
 
 def check_agent(engine: Engine, config: Config) -> None:
@@ -3228,7 +3486,7 @@ def follow_rename(engine: Engine, session: Session) -> bool:
     if session.id and not (known and known[1].id == session.id):
         status, out, err = Output(engine.inspect_argv(session.id)).result()
         if not status:
-            session.name = engine.read_inspected(out)[1]
+            session.name = engine.full(engine.read_inspected(out)[1])
         return not (status and engine.is_absent(err))
     return True
 
@@ -3317,6 +3575,9 @@ def check_stopped(engine: Engine, session: Session, status: int) -> None:
 def rename_session(engine: Engine, session: Session, name: str) -> None:
     """Give a session another name; what runs in it goes on."""
     Layer({"containerName": name}, "check", "rename: ")
+    if engine.full(name) != name and "@" in name:
+        raise SandboxError(f"{session.name} stays on its host", f"rename it to {engine.bare(name)}")
+    name = engine.full(name)
     with lock_session(engine, session), lock_settings(session.name):
         if name == session.name:
             raise SandboxError(f"{name} has that name already", "choose another name")
@@ -3352,7 +3613,7 @@ def remove_container(engine: Engine, session: Session) -> None:
 
 
 def jobs_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "jobs", name)
+    return kept_path("jobs", name)
 
 
 def forget_files(name: str) -> None:
@@ -3383,34 +3644,67 @@ def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
-    engine, rows = list_containers(engines)
+    return session_rows(*list_containers(engines))
+
+
+def session_rows(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sessions among containers."""
     running = {row["labels"]["sandbox.session"] for row in rows
                if is_proxy(row) and row["state"] == "running"}
-    return sorted((session_row(engine.name, row, running) for row in rows if not is_proxy(row)),
+    return sorted((session_row(engine, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
+
+
+def list_everywhere(config: Config, known: Mapping[str, str] = {},
+                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """list_sessions() of this machine and of all hosts, or of the one that was asked for; and the
+    hosts that did not answer, with the reason: those `known` not to do so are not asked.
+    """
+    if not config.get("hosts") or config.given("host") is not None:
+        return list_sessions(candidates(config)), {}
+    import sandbox_hosts
+
+    return sandbox_hosts.list_everywhere(config, known)
 
 
 def is_proxy(row: Mapping[str, Any]) -> bool:
     return bool(row["labels"].get("sandbox.proxy"))
 
 
+def containers_argv(engine: Engine) -> list[str]:
+    return engine.list_argv("sandbox.session", PS_LABELS + ID_LABELS)
+
+
 def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, Any]]]:
     """The containers that carry our labels, sessions and proxies: see Engine.read_list()."""
-    engine, status, out, err = first_answer(
-        engines, lambda e: Output(e.list_argv("sandbox.session", PS_LABELS + ID_LABELS)))
+    engine, status, out, err = first_answer(engines, lambda e: Output(containers_argv(e)))
     if status:
         raise engine.failure(err)
-    return engine, engine.read_list(out)
+    return engine, read_containers(engine, out)
 
 
-def session_row(runtime: str, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
+def read_containers(engine: Engine, out: str) -> list[dict[str, Any]]:
+    return [{**row, "name": engine.full(row["name"])} for row in engine.read_list(out)]
+
+
+def lost_row(host: str, why: str) -> dict[str, Any]:
+    """A row in a list of sessions for a host that did not answer."""
+    unknown = ("agent", "profile", "directory", "network", "workspace", "image", "created",
+               "runtime")
+    return {**dict.fromkeys(unknown, ""), "name": f"@{host or 'here'}", "host": host,
+            "state": "unreachable", "ports": [], "why": why}
+
+
+def session_row(engine: Engine, row: Mapping[str, Any], proxies: Container[str]) -> dict[str, Any]:
     """A container as `ps` shows it; `proxies` are the ids of the sessions whose proxy runs."""
     labels = row["labels"]
     result: dict[str, Any] = {
         "name": row["name"], "state": row["state"], "ports": [],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
         "workspace": labels.get("sandbox.workspace") or WORKSPACES[0],
-        "image": row["image"], "created": row["created"], "runtime": runtime}
+        "keys": labels.get("sandbox.keys") or KEYS_ARE[0],
+        "image": row["image"], "created": row["created"],
+        "runtime": engine.name, "host": engine.host}
     if (result["network"] == "allow" and row["state"] == "running"
             and labels["sandbox.session"] not in proxies):
         result["network"] = "cut"
@@ -4042,6 +4336,8 @@ class RunRequest:
                 self.spec["git"] = git_of(self.spec)
         self.spec["protect"] = protected_of(self.config, {**self.spec, "workspace": mode})
         self.spec["sources"] = have.get("sources")  # said by directory and volumes
+        if session.is_elsewhere:  # what has the same path here is none of its
+            self.spec |= {key: have.get(key) for key in ("git", "protect")}
         check_keys(session.name, session.hides_keys, self.config)
         again = partial(recreate_command, session, self.flags, self.args.profile)
         check_isolation(session, have.get("network"), self.spec["network"], again)
@@ -4133,8 +4429,8 @@ def wanted_turn(config: Config, engine: Engine, session: Session, about: Mapping
 
 
 def check_owner(session: Session) -> None:
-    """Raise SandboxError when a session is another user's."""
-    if session.user.split(":")[0] not in ("0", str(os.getuid())):
+    """Raise SandboxError when a session is another user's; users of another machine are others."""
+    if not session.is_elsewhere and session.user.split(":")[0] not in ("0", str(os.getuid())):
         raise SandboxError(f"the session {session.name} is another user's",
                            "choose another name with -n", 125)
 
@@ -4983,6 +5279,10 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
     if held.refused:
         raise cannot_hold(session, tag, held.refused, held.code)
     status = held.status if held.ended else None
+    if status is None and engine.host:
+        import sandbox_hosts
+
+        sandbox_hosts.check_cut(engine, session, tag, held=True)
     if status is None:
         check_removed(engine, session, held.code or 1)
         check_stopped(engine, session, held.code or 1)
@@ -4990,7 +5290,8 @@ def status_of(engine: Engine, session: Session, tag: str, held: Attachment) -> i
         known = next((t for t in list_terminals(engine, session) if t.id == tag), None)
         if known and known.runs:
             raise Left(f"the connection to {session.name} was cut, and what ran there goes on",
-                       f"to come back: sandbox attach {session.name}", held.code)
+                       f"to come back: sandbox attach {session.name}",
+                       125 if engine.host else held.code)
         if known and known.status is None:
             say(f"what held the terminal in {session.name} has ended: "
                 "how the program did is not known")
@@ -5041,7 +5342,7 @@ def shown_keys(keys: str) -> str:
 
 
 def terminals_path(name: str) -> str:
-    return os.path.join(sandbox_home(), "terminals", name)
+    return kept_path("terminals", name)
 
 
 def record_terminal(name: str, id: str, what: str) -> None:
@@ -5213,7 +5514,7 @@ def call_build(engine: Engine, tag: str, args: Mapping[str, str], step: Step) ->
 
 def build_failure(engine: Engine) -> SandboxError | None:
     """What has ended a build, where this machine shows it."""
-    root = Output(engine.argv("storage")).result()[1].strip()
+    root = "" if engine.host else Output(engine.argv("storage")).result()[1].strip()
     with suppress(OSError):  # it may be another machine's
         stat = os.statvfs(root)
         if stat.f_bavail * stat.f_frsize < FULL_BYTES:
@@ -5295,10 +5596,8 @@ def open_session(request: RunRequest) -> tuple[Engine, Session]:
             home = home_for(request)
             engine, session = create_session(request.engines, request.name, request.config,
                                              request.kept, request.spec, home, request.source,
-                                             request.start_turn)
-        forget_files(session.name)  # an earlier session's
-        if request.source:
-            write_settings(session.name, request.settings)
+                                             request.start_turn,
+                                             request.settings if request.source else {})
         keep_budget(session, request.flags)
         request.fresh = True
         return engine, session
@@ -5376,7 +5675,8 @@ def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, An
         session = known[1]
         with suppress(SandboxError):  # broken, or with another network than is asked for
             have, _ = session.created()
-            mine = session.user.split(":")[0] in ("0", str(os.getuid()))
+            mine = (session.is_elsewhere
+                    or session.user.split(":")[0] in ("0", str(os.getuid())))
             same = flags.values.get("workspace", mode := have.get("workspace", "mount")) == mode
             if session.is_ours and mine and same and have["directory"] == config.get("hostPath"):
                 want = session_config(session, None, flags, args.profile, data).get("network")
@@ -5398,7 +5698,8 @@ def cmd_run(args: argparse.Namespace) -> int:
         if (not request.looked and request.session
                 and put_rules(request.engines[0], request.session, request, False)):
             try:
-                return converse(request, request.engines[0], request.session)
+                with ports_here(request, request.engines[0], request.session):
+                    return converse(request, request.engines[0], request.session)
             except NotBegun as error:
                 if not error.sure:
                     try:
@@ -5419,12 +5720,22 @@ def cmd_run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise SandboxError("interrupted", code=130) from None
     try:
-        return converse(request, engine, session)
+        with ports_here(request, engine, session):
+            return converse(request, engine, session)
     finally:
         if (args.rm_on_exit and may_remove(engine, session, request.tags)
                 and may_lose(engine, session)):
             with suppress(Changed):
                 remove_session(engine, session)
+
+
+def ports_here(request: RunRequest, engine: Engine, session: Session) -> Any:
+    """Have the ports of a session on another machine reach this one, until it is left."""
+    if not engine.host:
+        return suppress()
+    import sandbox_hosts
+
+    return sandbox_hosts.Ports(engine, session, brief=request.args.background)
 
 
 def converse(request: RunRequest, engine: Engine, session: Session) -> int:
@@ -5448,6 +5759,10 @@ def converse(request: RunRequest, engine: Engine, session: Session) -> int:
                 turn.lasts = True
         if status:
             check_removed(engine, session, status)
+        if status in ENGINE_STATUS and engine.host:
+            import sandbox_hosts
+
+            sandbox_hosts.check_cut(engine, session, tag)
         if status in ENGINE_STATUS or (request.fresh and status == KILLED):
             check = partial(check_begun, engine, session, tag, status, request.fresh)
             with_remedies(check, request.args.yes)
@@ -5521,7 +5836,7 @@ def way_back(request: RunRequest, engine: Engine, session: Session) -> str:
     (_, kept), known, flags = session.created(), session.variables(), flags_layer(request.args)
     words = ["sandbox", "run", "-n", session.name]
     profile, default = request.config.profile, load_config().get("runtime")
-    if engine.name != (default or next(filter(program, ENGINES), "")):
+    if not engine.host and engine.name != (default or next(filter(program, ENGINES), "")):
         words += ["--rt", engine.name]
     words += ["-r", profile] if profile not in ("", session.profile) else []
     words += each("--ef", (path for path in flags.values.get("envFile", ())
@@ -5769,13 +6084,13 @@ def cmd_cp(args: argparse.Namespace) -> int:
         raise SandboxError("a path has a control character or a byte that is not UTF-8",
                            "engines would take another one for it")
     if name:
-        return call(engine.argv("cp", f"{session.name}:{inner}", outer))
+        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
     into = [os.path.basename(outer.rstrip("/"))]
     if into == ["."] and os.path.isdir(outer):  # its content
         into = os.listdir(outer)
     elif not in_session(engine, session, ["test", "-d", inner]):
         into = [""]
-    status = call(engine.argv("cp", outer, f"{session.name}:{inner}"))
+    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
     if not status and session.user != "0:0":  # engines make it root's
         copied = [os.path.join(inner, item).rstrip("/") for item in into]
         if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):
@@ -5791,7 +6106,7 @@ def in_session(engine: Engine, session: Session, command: Sequence[str]) -> bool
 def split_place(text: str) -> tuple[str, str]:
     """Session and path of NAME:PATH; '' and the path for one of this machine."""
     name, colon, path = text.partition(":")
-    return (name, path) if colon and is_plain(name, "_.-") and name[:1] not in "." else ("", text)
+    return (name, path) if colon and is_plain(name, "_.-@") and name[:1] not in "." else ("", text)
 
 
 def cmd_recreate(args: argparse.Namespace) -> int:
@@ -5824,10 +6139,10 @@ def cmd_rename(args: argparse.Namespace) -> int:
 
 
 def cmd_ps(args: argparse.Namespace) -> int:
-    engines = engines_of(args)
+    config = config_of(args)
     if args.only:
-        return show_session(engines, args)
-    rows: list[dict[str, Any]] = [*list_sessions(engines)]
+        return show_session(candidates(config), args)
+    rows, lost = list_everywhere(config)
     running = {} if args.quiet else running_in(rows)
     for row in rows:
         row["running"] = running.get(row["name"], [])
@@ -5839,11 +6154,13 @@ def cmd_ps(args: argparse.Namespace) -> int:
         print_table(rows)
         listening = [(row, engine, ask_listeners(engine, row["name"])) for row in rows
                      if os.isatty(1) and row["ports"] and row["state"] == "running"
-                     for engine in [ENGINES[row["runtime"]]()]]
+                     for engine in [engine_of(row["runtime"], row["host"])]]
         for row, engine, asked in listening:
             for line in unheard_ports(engine, row["name"], row["ports"], asked):
                 say(line)
-    return 0
+    for why in lost.values():
+        say(why)
+    return int(bool(lost))
 
 
 def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, str]]]:
@@ -5853,7 +6170,8 @@ def running_in(rows: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, st
     asked, running = {}, {}
     for row in rows:
         records = recorded_terminals(row["name"]) if row["state"] == "running" else {}
-        known = recall([ENGINES[row["runtime"]]()], row["name"]) if records else None
+        engine = engine_of(row["runtime"], row["host"]) if records else None
+        known = recall([engine], row["name"]) if engine else None
         if known:
             asked[row["name"]] = records, ask_terminals(*known)
     for name, (records, output) in asked.items():
@@ -5939,20 +6257,20 @@ def cmd_net(args: argparse.Namespace) -> int:
         network = session.labels.get("sandbox.network")
         raise SandboxError(f"{session.name} has no allowlist: its network is {network}",
                            "create it with --allow HOST")
-    if bool(args.hosts) != (args.action in ("allow", "deny", "check")):
-        raise SandboxError(f"net {args.action} takes {'no hosts' if args.hosts else 'hosts'}",
+    if bool(args.reached) != (args.action in ("allow", "deny", "check")):
+        raise SandboxError(f"net {args.action} takes {'no hosts' if args.reached else 'hosts'}",
                            code=2)
     if args.action == "log":
         return show_log(engine, session, args.follow)
     if args.action == "show":
         print(to_json(network_of(session, session_config(session)), indent=2))
         return 0
-    asked = {"allow": [], "deny" if args.action == "deny" else "allow": args.hosts}
+    asked = {"allow": [], "deny" if args.action == "deny" else "allow": args.reached}
     rules = Layer({"network": asked}, "check", code=2,
                   places={"network": args.action}).values["network"]
     if args.action == "check":
         set_rules(engine, session, network_of(session, session_config(session)))
-        return max(check_host(engine, session, host) for host in args.hosts)
+        return max(check_host(engine, session, host) for host in args.reached)
     change_rules(engine, session, rules)
     return 0
 
@@ -6035,8 +6353,10 @@ def half_written() -> list[str]:
     """The temporary files of write_private() that nobody is going to rename."""
     import re
 
-    folders = [sandbox_home(),
-               *(os.path.join(sandbox_home(), folder) for folder in ("env", "known", "sessions"))]
+    tops = [sandbox_home()]
+    tops += [entry.path for entry in os.scandir(tops[0]) if entry.name.startswith("@")]
+    folders = tops + [os.path.join(top, folder) for top in tops
+                      for folder in ("env", "known", "sessions")]
     entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
     return sorted(entry.path for entry in entries
                   if re.fullmatch(r".+\.(json\.?|env\.)[0-9a-f]{10}", entry.name)
@@ -6076,7 +6396,10 @@ def show_command(args: argparse.Namespace) -> int:
         calls = restart + calls
     else:
         engine, rootless = pick_engine(request.engines)
-        labels = labels_of(request.config, request.kept, request.spec, container_user(rootless))
+        request.name = engine.full(request.name)
+        spec, user = placed(engine, request.config, request.spec, rootless)
+        request.spec = dict(spec)
+        labels = labels_of(request.config, request.kept, spec, user)
         session = Session(request.name, "running", labels)
         note_making(session)
         calls = [proxy_argv(engine, session, request.spec)] if session.proxy else []
@@ -6140,8 +6463,14 @@ def cmd_build(args: argparse.Namespace) -> int:
                  if item.startswith("TOOL=")]
         args.imageVersion, _ = split_build_version(args.imageVersion, tools[-1] if tools else "")
     config = load_config(flags_layer(args), args.profile)
+    if args.push and config.image.startswith("localhost/"):
+        raise SandboxError(f"{config.image} has no registry in its name",
+                           "name one: --in REGISTRY/NAME", 2)
     with_remedies(lambda: build_image(pick_engine(candidates(config))[0], config,
                                       args.update_agents), args.yes)
+    if args.push:
+        engine = pick_engine(candidates(config))[0]
+        return call(engine.argv("push", config.image))
     return 0
 
 
@@ -6242,7 +6571,13 @@ def diagnose_all(flags: Layer) -> list[Check]:
     configuration = check_config()
     config = load_config(flags, data={} if configuration.status == "fail" else None)
     checks, engine = check_engine(config)
-    return [*checks, *(check_image(engine, config) if engine else []), check_disk(), configuration]
+    image = check_image(engine, config) if engine else []
+    if engine and engine.host:
+        import sandbox_hosts
+
+        return [*checks, *image, *sandbox_hosts.check_there(engine, config), configuration]
+    there = config.get("host")
+    return [*checks, *image, *([] if there else [check_disk()]), configuration]
 
 
 def cmd_doctor(args: argparse.Namespace) -> int:
@@ -6381,7 +6716,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "new_name": ("", {"metavar": "NEW", "help": "its new name"}),
     "source": ("--from", {"metavar": "NAME", "help": "make a duplicate of this session, "
                           "with its conversations and settings"}),
-    "hosts": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
+    "reached": ("", {"nargs": "*", "metavar": "HOST[:PORT]", "help": "host names or addresses"}),
     "turn": ("", {"nargs": "?", "metavar": "TURN",
                   "help": "id of a turn as log prints it, or the beginning of one, or -1 for the "
                           "last, -2 for the one before it"}),
@@ -6406,6 +6741,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "json": ("--json", FLAG | {"help": "print JSON"}),
     "quiet": ("-q --quiet", FLAG | {"help": "print names only"}),
     "update_agents": ("--update-agents", FLAG | {"help": "fetch the agents anew, keep the rest"}),
+    "push": ("--push", FLAG | {"help": "give it to the registry in its name"}),
     "fix": ("--fix", FLAG | {"help": "carry the remedies out, after asking"}),
     "force": ("--force", FLAG | {"help": "renew run profiles that exist"}),
     "in_use": ("-f --force", FLAG | {"help": "do not ask, even where something runs in it, or "
@@ -6438,6 +6774,8 @@ def flags_layer(args: argparse.Namespace) -> Layer:
                 raise SandboxError(f"{OPTIONS[name][0]} does not go together with "
                                    f"{OPTIONS[other][0]}", "keep one of them", 2)
             values["checkpoint"], places["checkpoint"] = value, OPTIONS[name][0]
+    if values.get("host"):
+        check_one_host(args, values["host"])
     if getattr(args, "allow", None):
         if "network" in values:
             raise SandboxError(f"--allow does not go together with --net {values['network']}",
@@ -6454,6 +6792,16 @@ def flags_layer(args: argparse.Namespace) -> Layer:
     layer = Layer(values, "flags", code=2, places=places)
     layer.variables = ["".join(item.partition("=")[:2]) for item in getattr(args, "env", ())]
     return layer
+
+
+def check_one_host(args: argparse.Namespace, host: str) -> None:
+    """Raise SandboxError for a name on another host than --on says."""
+    names = [getattr(args, place, None) or "" for place in
+             ("containerName", "session", "only", "any", "source")] + getattr(args, "names", [])
+    for name in names:
+        if "@" in name and name.partition("@")[2] != host:
+            raise SandboxError(f"--on {host} does not go together with {name}",
+                               "keep one of them", 2)
 
 
 def env_flags(items: Sequence[str]) -> dict[str, str]:
@@ -6628,6 +6976,8 @@ def complete(words: Sequence[str]) -> list[str]:
         return list(SHORTCUTS)
     if before in KEYS["runtime"].flags:
         return list(ENGINES)
+    if before in KEYS["host"].flags:
+        return list(config_of().get("hosts") or ())
     if before in ("-r", "--run"):
         # A shell expands the words that it gets, so only plain names are offered.
         return [name for name in read_config().get("runs", {}) if is_plain(name, "_.-")]
@@ -6635,12 +6985,12 @@ def complete(words: Sequence[str]) -> list[str]:
     given = plain_words(parser, words[1:-1])
     named = command in NAMED_ALONE or len(given) == NAMED_AT.get(command)
     if name or before == "--from" or named and not words[-1].startswith("-"):
-        return [row["name"] for row in list_sessions(engines_of())]
+        return [row["name"] for row in list_everywhere(config_of())[0]]
     if command in ("attach", "logs") and len(given) == 1 and not words[-1].startswith("-"):
         jobs = [job["id"] for job in read_jobs(given[0])] if command == "logs" else []
         return [*recorded_terminals(given[0], ended=True), *jobs]
     if command == "cp" and ":" not in words[-1] and "/" not in words[-1]:
-        return [f"{row['name']}:" for row in list_sessions(engines_of())]
+        return [f"{row['name']}:" for row in list_everywhere(config_of())[0]]
     if command in ("diff", "undo") and given and not words[-1].startswith("-"):
         return []
     for action in parser._actions:
@@ -6680,13 +7030,13 @@ COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "recreate": ("create a session's container anew, its conversations stay",
                  "session profile allow allow_engine_socket in_use yes verbose", cmd_recreate),
     "rename": ("give a session another name", "session new_name", cmd_rename),
-    "net": ("show or change what a session may reach", "action session hosts follow", cmd_net),
+    "net": ("show or change what a session may reach", "action session reached follow", cmd_net),
     "usage": ("show what agents have used of their models, by day", "any json",
               partial(cmd_keys, "usage")),
     "budget": ("show or change what agents may use", "session amount",
                partial(cmd_keys, "budget")),
     "prune": ("remove what a crash or a power cut has left", "dry_run copies", cmd_prune),
-    "build": ("build the image", "update_agents profile yes verbose", cmd_build),
+    "build": ("build the image", "update_agents push profile yes verbose", cmd_build),
     "config": ("print the effective configuration, or what run would execute",
                f"what {RUN_OPTIONS} reveal", cmd_config),
     "doctor": ("check what a run needs, and mend it", "json fix yes verbose", cmd_doctor),

@@ -61,23 +61,33 @@ class Refused(SandboxError):
         super().__init__(message, hint)
 
 
+def closed_argv(engine: Engine, session: Session, script: bytes, words: Sequence[str],
+                binds: Sequence[tuple[str, str, str]], capabilities: Sequence[str] = (),
+                user: str = "0:0", name: str = "") -> list[str]:
+    """The engine call for a script in a container of its own. After its words come the arguments
+    of mounts_are(), with which it begins: what is mounted is to be what is meant.
+    """
+    spec, _ = session.created()
+    text = (sandbox.asset("session/mounts.sh") + script).decode()
+    return engine.closed_argv(
+        name or f"{session.copy}-{sandbox.random_id()}", spec["image"],
+        ["sh", "-c", text, "sandbox", *words, *sandbox.mounts_meant(binds)],
+        labels={"sandbox.shadow": session.store}, limits=LIMITS, capabilities=capabilities,
+        binds=binds, user=user)
+
+
 def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
                 writable: bool, origin: bool = False) -> list[str]:
     """The engine call for a request; the program and the request follow on stdin. It is about the
     session's copy, or with `origin` about the directory that this was made of.
     """
-    spec, _ = session.created()
     if not session.is_ours:  # then its labels name neither what is mounted nor what runs there
         raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes")
-    source = session.copy if session.copy and not origin else sandbox.source_of(spec)
-    bind = (source, WORK_DIRECTORY, "" if writable else "ro")
-    script = sandbox.asset("session/mounts.sh").decode() + START
-    return engine.closed_argv(
-        name, spec["image"],
-        ["sh", "-c", script, "sandbox", PROGRAM, verb, *sandbox.mounts_meant([bind])],
-        labels={"sandbox.shadow": session.store}, limits=LIMITS,
-        capabilities=WRITING if writable else READING, binds=[bind],
-        volumes=[f"{session.store}:{STORE_DIRECTORY}"])
+    source = "" if origin else session.copy
+    binds = [(source or sandbox.source_of(session.created()[0]), WORK_DIRECTORY,
+              "" if writable else "ro"), (session.store, STORE_DIRECTORY, "")]
+    return closed_argv(engine, session, START.encode(), [PROGRAM, verb], binds,
+                       WRITING if writable else READING, name=name)
 
 
 class Client(Output):
@@ -102,7 +112,8 @@ class Asked:
         place = f"a copy of {place}" if session.copy and not origin else place
         text = sandbox.to_json({**request, "directory": place}).encode()
         if len(text) > REQUEST_BYTES:
-            raise SandboxError("these are too many paths", "name a directory that holds them")
+            raise Refused({"error": "these are too many paths", "kind": "large",
+                           "hint": "name a directory that holds them"})
         program = zlib.compress(sandbox.asset("image/shadow.py"), 9)
         self.output = Client(argv, LONG_SECONDS,
                              stdin=b"%d\n%s%s" % (len(program), program, text))
@@ -346,7 +357,7 @@ class Turn:
         """For turn_argv(), and static/session/job.py: in an argv others would see a prompt."""
         session = self.session
         return {"SANDBOX_TURN_ARGV": repr(turn_argv()), "SANDBOX_TURN": sandbox.to_json({
-            "runtime": self.engine.name,
+            "runtime": f"{self.engine.name}@{self.engine.host}",
             "session": [session.name, session.labels, session.id, session.ours],
             "about": self.about, "bounds": self.bounds, "must": self.must,
             "prompts": self.prompts})}
@@ -366,8 +377,8 @@ def carry_out() -> int:
     name, labels, id, ours = given["session"]
     session = sandbox.Session(name, "", labels, id)
     session.ours = ours
-    turn = Turn(sandbox.ENGINES[given["runtime"]](), session, given["about"], given["bounds"],
-                given["must"])
+    engine = sandbox.engine_of(*given["runtime"].partition("@")[::2])
+    turn = Turn(engine, session, given["about"], given["bounds"], given["must"])
     turn.prompts = given.get("prompts", False)
     try:
         if sys.argv[2] == "begin":
@@ -750,22 +761,6 @@ FROM_DIRECTORY, GIT_DIRECTORY = "/run/sandbox-from", "/run/sandbox-git"
 DIVERGED_STATUS = 98
 
 
-def closed_argv(engine: Engine, session: Session, script: str, words: Sequence[str],
-                binds: Sequence[tuple[str, str, str]], capabilities: Sequence[str] = (),
-                user: str = "0:0") -> list[str]:
-    """The engine call for a script of static/session/ in a container of its own. It begins by
-    checking that what is mounted is what is meant.
-    """
-    spec, _ = session.created()
-    text = (sandbox.asset("session/mounts.sh") + sandbox.asset(f"session/{script}")).decode()
-    paths = [bind for bind in binds if bind[0].startswith("/")]
-    return engine.closed_argv(
-        f"{session.copy}-{sandbox.random_id()}", spec["image"],
-        ["sh", "-c", text, "sandbox", *words, *(sandbox.mounts_meant(paths) if paths else ())],
-        labels={"sandbox.shadow": session.store}, limits=LIMITS, capabilities=capabilities,
-        binds=binds, user=user)
-
-
 def copy_argvs(engine: Engine, session: Session, source: Session | None) -> list[list[str]]:
     """The engine calls that fill the copy of a new session: from the directory, or what a source
     has in its own copy, with the snapshots that tell what of it was not merged.
@@ -780,7 +775,8 @@ def copy_argvs(engine: Engine, session: Session, source: Session | None) -> list
         pairs = [[(spec["sources"][0], FROM_DIRECTORY, "ro"), (session.copy, WORK_DIRECTORY, "")]]
         if admin:
             pairs[0].append((os.path.dirname(os.path.dirname(admin)), GIT_DIRECTORY, "ro"))
-    return [closed_argv(engine, session, "copy.sh", [os.path.basename(admin)], binds, WRITING)
+    script = sandbox.asset("session/copy.sh")
+    return [closed_argv(engine, session, script, [os.path.basename(admin)], binds, WRITING)
             for binds in pairs]
 
 
@@ -815,8 +811,9 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     merge, and "commits" with their "count", the "branch" and a "problem". Raises SandboxError.
     """
     if not session.copy:
-        raise SandboxError(f"{session.name} works on the directory itself: nothing is to merge",
-                           "sandbox run --copy makes a session that works on a copy")
+        raise Refused({"error": f"{session.name} works on the directory itself: nothing is to "
+                       "merge", "hint": "sandbox run --copy makes a session that works on a copy",
+                       "kind": "nothing"})
     volumes = engine.ask(engine.argv("volumes")).split()
     if session.copy not in volumes:  # an engine would make it, and of an empty one all is deleted
         raise SandboxError(f"the copy of {session.name} is gone: nothing is to merge",
@@ -855,8 +852,8 @@ def bring_commits(engine: Engine, session: Session, dry: bool) -> dict[str, Any]
     binds = [(session.copy, WORK_DIRECTORY, "ro"), (common, GIT_DIRECTORY, "ro"),
              *((f"{common}/{part}", f"{GIT_DIRECTORY}/{part}", "ro" if dry or problem else "")
                for part in ("objects", "refs"))]
-    argv = closed_argv(engine, session, "commits.sh", [branch, "01"[dry or problem != ""]],
-                       binds, user=session.user)
+    argv = closed_argv(engine, session, sandbox.asset("session/commits.sh"),
+                       [branch, "01"[dry or problem != ""]], binds, user=session.user)
     status, out, err = Output(argv, LONG_SECONDS).result(ANSWER_BYTES)
     counts = out.split()
     if len(counts) == 2 and all(count.isdecimal() and len(count) < 10 for count in counts):

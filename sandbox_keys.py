@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from sandbox import Config, Engine, Session
 
 URL = "http://127.0.0.1:3129"
-# The broker may just be starting: then `ask` ends with 1 before it has read anything.
-ASK = """n=0; until "$@" ask; do
-[ $? = 1 ] && [ $n -lt 50 ] || exit 1; n=$((n+1)); sleep 0.1; done"""
 ANSWER_BYTES = 4 << 20
 TURN_SECONDS = 60  # that a prompt waits for its checkpoint, where somebody makes that
 
@@ -184,12 +181,18 @@ class Down(SandboxError):
     """The broker does not run."""
 
 
+def ask_argv(engine: Engine, session: Session) -> list[str]:
+    """The engine call whose stdin and stdout are the broker's control."""
+    source = sandbox.asset("session/ask.py").decode().split('"""', 2)[2]
+    return engine.exec_argv(session.proxy, [*sandbox.BROKER_PROGRAM[:3], "-c", source,
+                                            f"{sandbox.KEPT_DIRECTORY}/broker.sock"], stdin=True)
+
+
 def ask(engine: Engine, session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
     """The broker's answer. Raises SandboxError, Down where there is none."""
-    argv = engine.exec_argv(session.proxy, ["sh", "-c", ASK, "sh", *sandbox.BROKER_PROGRAM],
-                            stdin=True)
     text = sandbox.to_json(request).encode() + b"\n"
-    status, out, err = Output(argv, LONG_SECONDS, stdin=text).result(ANSWER_BYTES)
+    asked = Output(ask_argv(engine, session), LONG_SECONDS, stdin=text)
+    status, out, err = asked.result(ANSWER_BYTES)
     try:
         answer = sandbox.parse_json(out)
     except ValueError:
@@ -225,8 +228,7 @@ def watch_prompts(engine: Engine, session: Session, checkpoint: Callable[[str], 
     import select
 
     (theirs, to), (answers, end) = os.pipe(), os.pipe()
-    argv = engine.exec_argv(session.proxy, [*sandbox.BROKER_PROGRAM, "ask"], stdin=True)
-    pid = sandbox.spawn(argv, fds={0: theirs, 1: end}, own_group=True)
+    pid = sandbox.spawn(ask_argv(engine, session), fds={0: theirs, 1: end}, own_group=True)
     Output.close(theirs, end)
     poller, rest, waiter = select.poll(), b"", -1
     for fd in (0, answers):
@@ -264,31 +266,45 @@ def tell(to: int, line: Mapping[str, Any]) -> None:
 
 # --- What was used ---
 
+AT_ONCE = 8  # calls of the engine
 COUNTS = ("requests", "input", "output", "cached", "written", "written_long")
 
 
-def days_of(engine: Engine, session: Session) -> dict[str, Any]:
-    """What was used: {day: {"seconds", "models": {model: {COUNTS, "usd" or None}}}}."""
-    argv = engine.copy_argv(session.proxy, f"{sandbox.KEPT_DIRECTORY}/counts.json")
-    status, out, _ = Output(argv).result(ANSWER_BYTES)
-    if status:  # nothing was used yet, or it has no companion any more
-        return {}
-    try:  # a tar archive: its header has no brace
-        data = sandbox.parse_json(out[out.index("{"):out.rindex("}") + 1])
+def ask_counts(engine: Engine, session: Session) -> Output:
+    """The question for the file of counts, begun. Without one nothing was used yet."""
+    return Output(engine.copy_argv(session.proxy, f"{sandbox.KEPT_DIRECTORY}/counts.json"))
+
+
+def read_counts(text: str) -> Any:
+    """The file of counts in a tar archive, whose header has no brace. Raises ValueError."""
+    return sandbox.parse_json(text[text.index("{"):text.rindex("}") + 1])
+
+
+def days_of(data: Any) -> dict[str, Any]:
+    """What was used, {day: {"seconds", "models": {model: {COUNTS, "usd" or None}}}}. Raises
+    ValueError.
+    """
+    try:
         return {sandbox.one_line(day)[:10]: {
-                    "seconds": float(row["seconds"]),
+                    "seconds": float(an_amount(row["seconds"])),
                     "models": {sandbox.one_line(model)[:100]: counts_of(counts)
                                for model, counts in row["models"].items()}}
                 for day, row in data["days"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        raise SandboxError(f"the counts of {session.name} cannot be read",
-                           f"sandbox recreate {session.name} begins anew") from None
+    except (LookupError, TypeError, AttributeError, OverflowError):
+        raise ValueError("these are no counts") from None
 
 
 def counts_of(row: Any) -> dict[str, Any]:
     *counts, usd = row
-    return {**dict(zip(COUNTS, map(int, counts), strict=True)),
-            "usd": None if usd is None else float(usd)}
+    return {**dict(zip(COUNTS, (int(an_amount(count)) for count in counts), strict=True)),
+            "usd": None if usd is None else float(an_amount(usd))}
+
+
+def an_amount(value: Any) -> Any:
+    """What can be counted with, and sums of it, too. Raises ValueError."""
+    if type(value) not in (int, float) or not 0 <= value < 1e15:
+        raise ValueError("this is no amount")
+    return value
 
 
 def spent_of(days: Mapping[str, Any], per: str) -> dict[str, float]:
@@ -302,11 +318,70 @@ def spent_of(days: Mapping[str, Any], per: str) -> dict[str, float]:
             "minutes": sum(row["seconds"] for row in counted) / 60}
 
 
-def used(engine: Engine, session: Session) -> dict[str, Any]:
-    budget = sandbox.session_config(session).get("budget") or {}
-    days = days_of(engine, session)
-    return {"name": session.name, "budget": budget, "days": days,
-            "spent": spent_of(days, budget.get("per", "session"))}
+def used(engine: Engine, sessions: Sequence[Session]) -> list[dict[str, Any]]:
+    """What sessions have used, each with its budget, and what of that is spent and left; with an
+    `error` instead where the counts cannot be read. Some are asked at once.
+    """
+    entries: list[dict[str, Any]] = []
+    for some in (sessions[at:at + AT_ONCE] for at in range(0, len(sessions), AT_ONCE)):
+        asked = [ask_counts(engine, session) for session in some]
+        entries += map(use_of, some, asked)
+    return entries
+
+
+def use_of(session: Session, asked: Output) -> dict[str, Any]:
+    try:
+        status, out, _ = asked.result(ANSWER_BYTES)
+        days = {} if status else days_of(read_counts(out))
+        budget = sandbox.session_config(session).get("budget") or {}
+    except ValueError:
+        error = f"the counts of {session.name} cannot be read; sandbox recreate begins anew"
+        return {"name": session.name, "error": error}
+    except SandboxError as failure:
+        return {"name": session.name, "error": failure.message}
+    spent = spent_of(days, budget.get("per", "session"))
+    unpriced = {model for row in days.values() for model, counts in row["models"].items()
+                if counts["usd"] is None}
+    return {"name": session.name, "budget": budget, "spent": spent,
+            "left": {name: max(budget[name] - spent[name], 0)
+                     for name in sandbox.AMOUNTS if name in budget},
+            "days": days, "unpriced": sorted(unpriced)}
+
+
+def used_by(engine: Engine, session: Session) -> dict[str, Any]:
+    """What one session has used. Raises SandboxError."""
+    (entry,) = used(engine, [session])
+    if error := entry.get("error"):
+        raise SandboxError(error)
+    return entry
+
+
+def take_counts(engine: Engine, old: Session, new: Session) -> None:
+    """Let a session go on from what the one has counted whose place it takes. Raises
+    SandboxError.
+    """
+    status, out, _ = ask_counts(engine, old).result(ANSWER_BYTES)
+    if not status:
+        try:
+            days_of(data := read_counts(out))
+        except ValueError:
+            sandbox.say(f"the counts of {new.name} could not be read, and begin anew")
+        else:
+            ask(engine, new, {"do": "set", "days": data["days"]})
+
+
+def state_of(engine: Engine, session: Session) -> str:
+    """Of a broker: `ready`, `empty` where it waits for its keys, or `down`."""
+    if session.state == "running":
+        with suppress(Down):
+            return "ready" if ask(engine, session, {"do": "usage"})["providers"] else "empty"
+    return "down"
+
+
+def hidden_sessions(engines: Sequence[Engine]) -> tuple[Engine, list[Session]]:
+    engine, rows = sandbox.list_containers(engines)
+    found = [known_session(engine, row) for row in rows if not sandbox.is_proxy(row)]
+    return engine, sorted((one for one in found if one.hides_keys), key=lambda one: one.name)
 
 
 def cmd_usage(args: argparse.Namespace) -> int:
@@ -316,21 +391,17 @@ def cmd_usage(args: argparse.Namespace) -> int:
         check_hidden(session)
         sessions = [session]
     else:
-        engine, rows = sandbox.list_containers(engines)
-        found = [known_session(engine, row) for row in rows if not sandbox.is_proxy(row)]
-        sessions = sorted((one for one in found if one.hides_keys), key=lambda one: one.name)
-    entries, status = [], 0
-    for session in sessions:
-        try:
-            entries.append(used(engine, session))
-        except SandboxError as error:
-            sandbox.report(error)
-            status = 1
+        engine, sessions = hidden_sessions(engines)
+    entries = used(engine, sessions)
+    failed = [entry["error"] for entry in entries if "error" in entry]
+    for error in failed:
+        sandbox.report(SandboxError(error))
+    entries = [entry for entry in entries if "error" not in entry]
     if args.json:
         print(sandbox.to_json(entries, indent=2))
     else:
         print_usage(entries)
-    return status
+    return 1 if failed else 0
 
 
 def known_session(engine: Engine, row: Mapping[str, Any]) -> Session:
@@ -348,7 +419,7 @@ def print_usage(entries: Sequence[Mapping[str, Any]]) -> None:
             for model, counts in row["models"].items()]
     sandbox.print_columns(("name", "day", "model", *COUNTS, "usd"), rows)
     prices = table()["prices"]
-    if unknown := sorted({row["model"] for row in rows if not row["usd"]}):
+    if unknown := sorted({model for entry in entries for model in entry["unpriced"]}):
         sandbox.say(f"no price is known of {', '.join(unknown)}; the prices are of "
                     f"{prices['date']}")
     for entry in entries:
@@ -375,17 +446,17 @@ def cmd_budget(args: argparse.Namespace) -> int:
     check_hidden(session)
     if args.amount is not None:
         change_budget(engine, session, args.amount)
-    print(said(used(engine, session)))
+    print(said(used_by(engine, session)))
     return 0
 
 
-def change_budget(engine: Engine, session: Session, amount: str) -> None:
-    """Put amounts in force, at once and for good; those that are not named stay."""
-    given = sandbox.Layer({"budget": amount}, "check", code=2, places={"budget": "budget"})
+def change_budget(engine: Engine, session: Session, amounts: Any) -> None:
+    """Put amounts in force, at once and for good; those that are not named stay, '' is none."""
+    given = sandbox.Layer({"budget": amounts}, "check", code=2, places={"budget": "budget"})
     with sandbox.lock_settings(session.name):
         settings = sandbox.read_settings(session.name)
         had = sandbox.session_config(session, settings).get("budget") or {}
-        budget = {**had, **given.values["budget"]} if amount else {}
+        budget = {**had, **given.values["budget"]} if amounts else {}
         sandbox.write_settings(session.name, settings | {"budget": budget})
         if session.state == "running":
             try:

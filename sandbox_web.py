@@ -23,10 +23,11 @@ All that it uses of sandbox.py (a test compares this list with the code):
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings lock_homes AGENTS options_of
     engines: Engine candidates present_image
-    sessions: Session find_session list_sessions create_session recreation check_recreation
-        recreate_session start_session stop_session remove_session users_of recall has_ended
-        forget_files generated_name spec_of check_spec check_mounts differences git_of
-        check_removed check_stopped KILLED rename_session duplicate_home settings_beside
+    sessions: Session find_session list_everywhere lost_row create_session recreation
+        check_recreation recreate_session start_session stop_session remove_session users_of
+        recall has_ended generated_name spec_of check_spec check_mounts
+        differences git_of check_removed check_stopped KILLED rename_session duplicate_home
+        settings_beside
     network: network_of set_rules change_rules decision_of kept_decisions give_keys
     commands: exec_argv exec_script env_script compose signal_tagged ENVIRONMENT_BYTES SHELL
         wanted_turn
@@ -47,6 +48,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import math
 import mmap
 import os
 import re
@@ -98,6 +100,7 @@ LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
 SHOWN_DECISIONS = 500
+LOST_SECONDS = 30  # for which a host that did not answer is not asked again
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 LOG_SECONDS = 10  # how long that of a session's turns, which a run of the command line adds to
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
@@ -163,7 +166,8 @@ def as_web_error(error: Exception) -> WebError:
     if isinstance(error, SandboxError):
         code = {2: "bad_request", 125: "engine_failed"}.get(error.code, "failed")
         # What a shadow has refused, see sandbox_changes.py.
-        code = {"missing": "not_found", "nothing": "conflict"}.get(getattr(error, "kind", ""), code)
+        kinds = {"missing": "not_found", "nothing": "conflict", "large": "too_large"}
+        code = kinds.get(getattr(error, "kind", ""), code)
         if isinstance(error, EngineProblem):
             code = "image_missing" if error.kind in ("image", "agent") else "engine_unavailable"
         elif isinstance(error, sandbox.BrokenSession | sandbox.Changed):
@@ -641,6 +645,9 @@ class App(ThreadingHTTPServer):
                                tls is not None, config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
         self.news, self.changes = News(), Changes()
+        # What all sessions have used, and when that was read.
+        self.usage: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
+        self.usage_lock = threading.Lock()
         self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
@@ -971,22 +978,26 @@ def as_request_error() -> Iterator[None]:
         raise WebError("bad_request", error.message, error.hint) from None
 
 
+Rows = list[dict[str, Any]]
+
+
 class Sessions:
     """The list of sessions: one call of the engine at a time, however many ask."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.changes = 0
-        self.rows: list[dict[str, str]] = []
+        self.rows: list[dict[str, Any]] = []
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
         # When the last call failed, and what is told of it: an error that is kept holds its frames.
         self.failed = (0.0, ("", "", ""))
+        self.lost: dict[str, tuple[float, str]] = {}  # hosts: until when they are left alone
 
     def expire(self) -> None:
         """Have the next list be a new one: something has changed."""
         self.changes += 1
 
-    def list(self) -> list[dict[str, str]]:
+    def list(self) -> Rows:
         asked = time.monotonic()
         with self.lock:
             if self.failed[0] > asked:  # a call failed while this one waited
@@ -995,13 +1006,23 @@ class Sessions:
             if changes != self.changes or time.monotonic() - when > LIST_SECONDS:
                 changes = self.changes
                 try:
-                    self.rows = sandbox.list_sessions(sandbox.candidates(sandbox.load_config()))
+                    self.rows = self.ask()
                 except SandboxError as error:
                     told = as_web_error(error)
                     self.failed = (time.monotonic(), (told.code, told.message, told.hint))
                     raise
                 self.known = (changes, time.monotonic())
             return self.rows
+
+    def ask(self) -> Rows:
+        """What there is on all hosts; one that did not answer is left alone for a while."""
+        now = time.monotonic()
+        self.lost = {host: lost for host, lost in self.lost.items() if lost[0] > now}
+        known = {host: why for host, (_, why) in self.lost.items()}
+        rows, lost = sandbox.list_everywhere(sandbox.load_config(), known)
+        self.lost.update((host, (time.monotonic() + LOST_SECONDS, why))
+                         for host, why in lost.items() if host and host not in known)
+        return rows + [sandbox.lost_row(host, why) for host, why in lost.items()]
 
 
 def find(name: str) -> tuple[Engine, Session]:
@@ -1062,7 +1083,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         unknown = ("agent", "profile", "directory", "workdir", "workspace", "image", "network",
                    "keys", "agentPromptCommand")
         return {**dict.fromkeys(unknown, ""), "name": session.name, "state": "broken", "ports": [],
-                "runtime": engine.name, "recreate": []}
+                "runtime": engine.name, "host": engine.host, "recreate": []}
     settings = sandbox.read_settings(session.name)
     config = sandbox.session_config(session, settings)
     return {
@@ -1072,7 +1093,7 @@ def session_data(session: Session, engine: Engine) -> dict[str, Any]:
         "image": have["image"], "ports": have["ports"],
         "network": sandbox.network_of(session, config) if session.has_rules else have["network"],
         "workspace": have.get("workspace", "mount"), "keys": have.get("keys", "visible"),
-        "runtime": engine.name, "recreate": recreate_lines(session, config),
+        "runtime": engine.name, "host": engine.host, "recreate": recreate_lines(session, config),
         "agentPromptCommand": prompt_template(session.agent, config.get("agentPromptCommand"),
                                               settings),
     }
@@ -1083,6 +1104,10 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
     tail = request.number("tail", 0, 0, TAIL_BYTES)
     rows, data = [], sandbox.read_config()
     for row in app.sessions.list():
+        if row["state"] == "unreachable":  # a host
+            rows.append({**row, "agentMode": False, "jobs": 0, "autostarts": 0, "terminals": 0,
+                         "last": None})
+            continue
         jobs = list_jobs(row["name"], 20)
         running = [job["kind"] for job in jobs if job["state"] == "running"]
         last = dict(jobs[0]) if jobs else None
@@ -1097,7 +1122,7 @@ def get_sessions(app: App, request: Request, _params: Params) -> Answer:
 def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     """Create a session."""
     data = fields(request.json(), name=str, profile=str, agent=str, command=str, directory=str,
-                  image=str, **{"keys": object},
+                  image=str, **{"keys": object}, **dict.fromkeys(["host"], str),
                   **dict.fromkeys(["workspace", *SETTINGS], object))
     keys = {"name": "containerName", "agent": "yolo", "directory": "hostPath",
             "image": "imageVersion"}
@@ -1111,7 +1136,7 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     if not config.is_given("hostPath"):
         raise WebError("bad_request", "the directory is missing",
                        "give directory: an absolute path on the host")
-    if not os.path.isdir(directory):
+    if not (config.get("host") or os.path.isdir(directory)):
         raise WebError("bad_request", f"directory: {directory} is not a directory on the host")
     name = config.get("containerName") or sandbox.generated_name(directory)
     engines = sandbox.candidates(config)
@@ -1143,14 +1168,8 @@ def create(app: App, engines: Sequence[Engine], name: str, config: Config, flags
     with sandbox.lock_homes():
         if source:
             home = sandbox.duplicate_home(engines[0], source, config, spec)
-        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source)
-    # Only now is the name ours; what has it in its folders is of an earlier session.
-    sandbox.forget_files(name)
-    try:
-        sandbox.write_settings(name, settings)
-    except BaseException:
-        sandbox.remove_session(engine, session)
-        raise
+        engine, session = sandbox.create_session(engines, name, config, flags, spec, home, source,
+                                                 settings=settings)
     return finish_start(app, engine, session, 201)
 
 
@@ -1194,6 +1213,7 @@ def post_rename(app: App, request: Request, params: Params) -> Answer:
     name, terminals = named(fields(request.json(), name=str)), app.terminals.of(session.name)
     if not name:
         raise WebError("bad_request", "the name is missing")
+    name = engine.full(name)
     check_free([engine], name)
     sandbox.rename_session(engine, session, name)
     for terminal in terminals.values():
@@ -1272,10 +1292,15 @@ def settings_answer(session: Session) -> Answer:
     settings = sandbox.read_settings(session.name)
     config = sandbox.session_config(session, settings)
     without = sandbox.session_config(session, {})
-    return json_answer({"settings": {key: settings.get(key) for key in SETTINGS},
+    hidden = hidden_keys(session, config)
+    shown = {key: settings.get(key) for key in SETTINGS}
+    if shown["env"]:
+        shown["env"] = {name: None if name in hidden else value
+                        for name, value in shown["env"].items()}
+    return json_answer({"settings": shown,
                         "effective": in_force(session, config, settings),
                         "configured": in_force(session, without, {}),
-                        "hiddenKeys": hidden_keys(session, config),
+                        "hiddenKeys": hidden,
                         "recreate": recreate_lines(session, config)})
 
 
@@ -1288,15 +1313,54 @@ def hidden_keys(session: Session, config: Config) -> list[str]:
     return sandbox_keys.names(config)
 
 
-def get_usage(_app: App, _request: Request, params: Params) -> Answer:
-    """What a session has used of its models, by day, its budget, and what of that is spent."""
-    import sandbox_keys
-
-    engine, session = find(params["session"])
+def find_hidden(name: str) -> tuple[Engine, Session]:
+    """A session whose keys are hidden. Raises WebError for another."""
+    engine, session = find(name)
     if not session.hides_keys:
         raise WebError("conflict", f"the keys of {session.name} are visible: nothing counts",
                        "create it again with hidden keys")
-    return json_answer(sandbox_keys.used(engine, session))
+    return engine, session
+
+
+def get_usage(_app: App, _request: Request, params: Params) -> Answer:
+    """What a session has used of its models, by day, its budget, and how its broker is."""
+    import sandbox_keys
+
+    engine, session = find_hidden(params["session"])
+    return json_answer({**sandbox_keys.used_by(engine, session),
+                        "broker": sandbox_keys.state_of(engine, session),
+                        "hiddenKeys": hidden_keys(session, sandbox.session_config(session)),
+                        "prices": sandbox_keys.table()["prices"]["date"]})
+
+
+def get_all_usage(app: App, _request: Request, _params: Params) -> Answer:
+    """What all sessions with hidden keys have used. It is given again for a few seconds."""
+    import sandbox_keys
+
+    with app.usage_lock:
+        if time.monotonic() - app.usage[0] > USAGE_SECONDS:
+            engines = sandbox.candidates(sandbox.load_config())
+            entries = sandbox_keys.used(*sandbox_keys.hidden_sessions(engines))
+            app.usage = (time.monotonic(), entries)
+        return json_answer({"sessions": app.usage[1], "day": iso(time.time())[:10],
+                            "prices": sandbox_keys.table()["prices"]["date"]})
+
+
+USAGE_SECONDS = 5
+
+
+def post_budget(app: App, request: Request, params: Params) -> Answer:
+    """Change what agents may use, from the next request on; amounts that are not named stay."""
+    import sandbox_keys
+
+    data = fields(request.json(), budget=object)
+    if "budget" not in data:
+        raise WebError("bad_request", "the budget is missing",
+                       'give budget: such as "10usd", or "" for none')
+    engine, session = find_hidden(params["session"])
+    sandbox_keys.change_budget(engine, session, data["budget"])
+    app.usage = (-math.inf, [])
+    return get_usage(app, request, params)
 
 
 def in_force(session: Session, config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -1334,6 +1398,10 @@ def checked_settings(changes: Mapping[str, Any], old: Mapping[str, Any]) -> dict
     """
     fields(changes, **dict.fromkeys(SETTINGS, object))
     given = {key: value for key, value in changes.items() if value is not None}
+    if isinstance(env := given.get("env"), dict):  # a value that is not shown stays
+        had = old.get("env", {})
+        given["env"] = {name: had.get(name) if value is None else value
+                        for name, value in env.items()}
     # An empty template means no AGENT mode, where null would mean the default.
     none = {key: "" for key in ("agentPromptCommand",) if given.get(key) == ""}
     values = {key: value for key, value in given.items() if key not in none}
@@ -1930,8 +1998,6 @@ class Changes:
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
         request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
                    **request}
-        if len(json.dumps(request)) > sandbox_changes.REQUEST_BYTES:
-            raise WebError("too_large", "these are too many paths", "name directories")
         return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
                                                          tree != "main"))
 
@@ -1998,9 +2064,6 @@ def post_merge(app: App, request: Request, params: Params) -> Answer:
 
     dry = fields(request.json(), dry=bool).get("dry", False)
     engine, session = find(params["session"])
-    if not session.copy:
-        raise WebError("conflict", f"{session.name} works on the directory itself",
-                       "nothing is to merge")
     with app.changes.alone(session):
         return changes_answer(merge_copy(engine, session, dry))
 
@@ -3225,6 +3288,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", "/api/profiles", get_profiles),
     ("GET", "/api/directories", get_directories),
     ("GET", "/api/news", get_news),
+    ("GET", "/api/usage", get_all_usage),
     ("GET", "/api/sessions", get_sessions),
     ("POST", "/api/sessions", post_sessions),
     ("GET", SESSION, get_session),
@@ -3241,6 +3305,7 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("POST", SESSION + "/network", post_network),
     ("GET", SESSION + "/network/events", get_decisions),
     ("GET", SESSION + "/usage", get_usage),
+    ("POST", SESSION + "/budget", post_budget),
     ("POST", SESSION + "/command", post_command),
     ("POST", SESSION + "/prompt", post_prompt),
     ("GET", SESSION + "/jobs", get_jobs),
@@ -3416,6 +3481,8 @@ def serve(args: argparse.Namespace) -> int:
     if args.runtime:
         # Every configuration that is read from now on has it.
         os.environ["SANDBOX_RUNTIME"] = args.runtime
+    if args.host is not None:
+        os.environ["SANDBOX_HOST"] = args.host
     tls = tls_context(args)
     sandbox.with_remedies(import_websockets, args.yes)
     if not is_loopback(address[0]) and not tls:

@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("sandbox.py", "sandbox_changes.py", "sandbox_keys.py", "sandbox_web.py")
+MODULES = ("sandbox.py", "sandbox_changes.py", "sandbox_hosts.py", "sandbox_keys.py",
+           "sandbox_web.py")
 NOT_ASSETS = {"build.py", "node_modules", "__pycache__", "package.json", "package-lock.json",
               ".npmrc"}
 VENDOR = ROOT / "static" / "ui" / "vendor"

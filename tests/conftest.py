@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 if TYPE_CHECKING:
+    from browser import Browser
     from service import Service
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -455,3 +456,12 @@ def service(engine: Engine, home: Path, project: Path) -> "Iterator[Service]":
     service = Service(engine)
     yield service
     service.end()
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """A Chromium for the tests of a file."""
+    from browser import chromium  # which needs websockets
+
+    with chromium() as browser:
+        yield browser

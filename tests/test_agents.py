@@ -526,10 +526,11 @@ def test_claude_code_uses_the_key_that_it_was_given(projects: Session) -> None:
 
 @on_docker
 def test_claude_code_gets_what_the_image_brings_and_its_home_lacks(session: Session) -> None:
-    script = ("file=~/.claude.json; cp $file ~/before; "
-              "jq '.theme = \"light\" | del(.hasCompletedOnboarding)' ~/before >$file; "
+    # In a place of its own: a Claude Code that another test has left may still write to its home.
+    script = ("export CLAUDE_CONFIG_DIR=$(mktemp -d); file=$CLAUDE_CONFIG_DIR/.claude.json; "
+              "jq '.theme = \"light\" | del(.hasCompletedOnboarding)' ~/.claude.json >$file; "
               "claude --version >/dev/null; jq -c '[.theme, .hasCompletedOnboarding]' $file; "
-              "echo '{' >$file; claude --version >/dev/null 2>&1; cat $file; cp ~/before $file")
+              "echo '{' >$file; claude --version >/dev/null 2>&1; cat $file")
     answer = session.run("-x", script)
     assert answer.stdout == '["light",true]\n{\n', answer.stderr
 

@@ -43,6 +43,7 @@ __all__ = ["image"]  # a fixture
 
 FOLDER = ROOT / "static" / "image"
 TABLE = json.loads((ROOT / "static" / "providers.json").read_text())
+ASK = ROOT / "static" / "session" / "ask.py"
 KEY, PLACEHOLDER = "sk-ant-the-real-key-0123456789", "sk-ant-hidden"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
@@ -51,10 +52,10 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 class Asker:
-    """A connection to the broker through `broker.py ask`, as the host has it."""
+    """A connection to the broker through ask.py, as the host has it."""
 
     def __init__(self, broker: "Broker") -> None:
-        self.process = subprocess.Popen(broker.argv("ask"), env=broker.env(), text=True,
+        self.process = subprocess.Popen(broker.ask_argv(), env=broker.env(), text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def say(self, **data: Any) -> Any:
@@ -93,6 +94,9 @@ class Broker(Proxy):
     def argv(self, *words: str) -> list[str]:
         return [sys.executable, "-I", "-S", str(FOLDER / "broker.py"), *words]
 
+    def ask_argv(self) -> list[str]:
+        return [sys.executable, "-I", "-S", str(ASK), str(self.directory / "control")]
+
     def env(self, rules: object = None) -> dict[str, str]:
         return {**super().env({"allow": []}), "SANDBOX_BROKER": str(self.directory / "control"),
                 "SANDBOX_COUNTS": str(self.directory / "counts.json"),
@@ -119,7 +123,7 @@ class Broker(Proxy):
         return False
 
     def ask(self, **data: Any) -> Any:
-        done = subprocess.run(self.argv("ask"), env=self.env(), input=json.dumps(data) + "\n",
+        done = subprocess.run(self.ask_argv(), env=self.env(), input=json.dumps(data) + "\n",
                               capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -288,10 +292,10 @@ def test_the_key_stands_where_the_placeholder_stood(given: Broker, vendor: Upstr
 
 
 def test_a_key_in_the_query_goes_as_a_header(given: Broker, vendor: Upstream) -> None:
-    path = f"/anthropic/v1/messages?a=1&key={PLACEHOLDER}&key=other"
-    assert status(given.post(path, b"{}", key="")) == 200
+    query = f"a=1%2B&key={PLACEHOLDER}&key=o&%6bey=o&Key=o&access_token=o&k%65y"
+    assert status(given.post(f"/anthropic/v1/messages?{query}", b"{}", key="")) == 200
     head = vendor.head()
-    assert head[0] == "POST /v1/messages?a=1 HTTP/1.1" and f"x-goog-api-key: {KEY}" in head
+    assert head[0] == "POST /v1/messages?a=1%2B HTTP/1.1" and f"x-goog-api-key: {KEY}" in head
 
 
 @pytest.mark.parametrize("headers", [
@@ -307,7 +311,7 @@ def test_without_a_placeholder_nothing_is_sent(given: Broker, vendor: Upstream,
 
 def test_what_else_stands_where_keys_stand_is_dropped(given: Broker, vendor: Upstream) -> None:
     given.post("/anthropic/v1/messages", b"{}", "Authorization: Bearer own", "X-Goog-Api-Key: own",
-               "Proxy-Authorization: own")
+               "Proxy-Authorization: own", "Cookie: own")
     assert "own" not in "".join(vendor.head())
 
 
@@ -384,10 +388,13 @@ def test_a_wrong_setting_changes_nothing(given: Broker, row: dict[str, Any], sai
     {"do": "set", "budget": {"per": "week"}}, {"do": "set", "budget": {"usd": "x"}},
     {"do": "set", "turns": "x"}, {"do": "other"}, {}, {"do": "turn", "id": "x", "error": ""},
     {"do": "set", "providers": []}, {"do": "set", "prices": {"a": 1}},
+    {"do": "set", "days": {"2001-01-01": {}}},
+    {"do": "set", "turns": "x", "days": {"2001-01-01": {"seconds": 1, "models": {}}}},
 ])
 def test_a_wrong_question_has_an_answer(given: Broker, data: dict[str, Any]) -> None:
     assert "error" in given.ask(**data)
-    assert given.usage()["providers"] == ["anthropic"]
+    usage = given.usage()
+    assert usage["providers"] == ["anthropic"] and "2001-01-01" not in usage["days"]
 
 
 # --- Strict requests ---
@@ -935,6 +942,11 @@ def test_counts_and_budgets_outlive_a_restart(given: Broker, vendor: Upstream) -
     given.give(vendor.url, budget={"tokens": 110})
     assert status(given.post("/anthropic/v1/messages")) == 402
     assert sorted(path.name for path in given.directory.glob("counts*")) == ["counts.json"]
+    (given.directory / "counts.json").unlink()
+    given.restart()  # another broker in its place
+    assert given.ask(do="set", days=before["days"]) == {"ok": True}
+    given.restart()
+    assert given.usage()["days"] == before["days"]
 
 
 @pytest.mark.parametrize("shift, code", [(-86400, 200), (86400, 402), (-3650 * 86400, 200),
@@ -997,7 +1009,6 @@ def test_a_turn_waits_for_its_checkpoint(given: Broker, vendor: Upstream) -> Non
         assert turn["provider"] == "anthropic" and vendor.requests == []
         host.write(do="turn", id=turn["turn"], error="")
         assert status(read_all(sock)) == 200
-        assert host.read_until("use")["use"]["model"] == "claude-opus-4-8"
         # what is tried again is the same turn
         assert status(given.post("/anthropic/v1/messages", PROMPT)) == 200
         other = given.connect()
@@ -1037,7 +1048,7 @@ def test_of_two_who_watch_one_makes_the_checkpoint(given: Broker, vendor: Upstre
         sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
         host.write(do="turn", id=host.read_until("turn")["turn"], error="")
         assert status(read_all(sock)) == 200
-        assert "use" in other.read()
+        assert other.say(do="usage")["ok"] is True  # and nothing before that
 
 
 def test_who_watches_later_hears_of_a_turn_that_waits(given: Broker, vendor: Upstream) -> None:
@@ -1084,6 +1095,7 @@ HEARD = {"parts": [{"functionResponse": {"name": "a"}}], "role": "user"}
     ({"input": [{"type": "additional_tools", **TOOLS}, USER]}, True),
     ({"input": [{**TOOLS}, USER, {"type": "custom_tool_call_output", "output": "a"}]}, False),
     ({"input": [{**TOOLS}, USER, {"type": "function_call_output", "output": "a"}, USER]}, True),
+    ({"text": {"format": {"type": "json_schema"}}, "input": [{**TOOLS}, USER]}, False),  # a title
     ({"contents": [{"parts": [{"text": "a"}], "role": "user"}], **TOOLS}, True),
     ({"contents": [{"parts": [], "role": "user"}, {"parts": [], "role": "model"}, HEARD], **TOOLS},
      False),
@@ -1113,6 +1125,17 @@ def test_the_companion_is_the_proxy_too(given: Broker) -> None:
         sock.sendall(b"GET http://example.org/ HTTP/1.1\r\nHost: example.org\r\n\r\n")
         assert b"HTTP/1.1 403 " in read_all(sock)
     assert given.lines()[-1]["kind"] == "unlisted"
+
+
+def test_who_asks_waits_for_a_broker_that_is_starting(given: Broker) -> None:
+    given.processes[-1].kill()
+    given.processes[-1].wait()
+    (given.directory / "broker.sock").unlink()
+    (given.directory / "control").unlink()
+    with Asker(given) as host:
+        host.write(do="usage")
+        given.begin()
+        assert host.read()["providers"] == []
 
 
 def test_sigterm_ends_it(given: Broker) -> None:
@@ -1152,13 +1175,14 @@ class Lab:
         pem = [(ca.directory / f"own.{kind}").read_text() for kind in ("key", "crt")]
         (self.directory / "cert.pem").write_text("".join(pem))
         (self.directory / "ca.crt").write_text(ca.pem)
+        (self.directory / "keys").write_text("\n".join(REAL.values()))
         for name in ("tests/model_stub.py", "tests/vendor_stub.py", "static/image/proxy.py",
-                     "static/image/broker.py", "static/image/usage.py"):
+                     "static/image/broker.py", "static/image/usage.py", "static/session/ask.py"):
             shutil.copy(ROOT / name, self.directory)
         made = engine.run("run", "-d", "--init", "--name", self.name, "--network", "none",
                           *(f"--add-host={name}:127.0.0.1" for name in VENDORS),
                           "-v", f"{self.directory}:/lab", image, "python3", "-B",
-                          "/lab/vendor_stub.py", "/lab", *REAL.values())
+                          "/lab/vendor_stub.py", "/lab")
         assert made.returncode == 0, made.stderr
         self.execute("sh", "-c", "cd /lab && exec python3 -I -S -B broker.py serve >log 2>&1",
                      detached=True)
@@ -1176,7 +1200,7 @@ class Lab:
                                *argv, input=input)
 
     def ask(self, **data: Any) -> Any:
-        answer = self.execute("python3", "-I", "-S", "-B", "/lab/broker.py", "ask",
+        answer = self.execute("python3", "-I", "-S", "/lab/ask.py", "/run/sandbox-broker.sock",
                               input=json.dumps(data) + "\n")
         return json.loads(answer.stdout) if answer.returncode == 0 else None
 
@@ -1276,8 +1300,8 @@ def test_an_agent_sends_the_same_bytes_with_the_broker_as_without(lab: Lab, agen
 def test_a_turn_of_an_agent_is_announced_once_and_waits(lab: Lab, agent: str) -> None:
     lab.give(budget={}, turns=60)
     lab.requests()
-    argv = [lab.engine.runtime, "exec", "-i", lab.name, "python3", "-I", "-S", "-B",
-            "/lab/broker.py", "ask"]
+    argv = [lab.engine.runtime, "exec", "-i", lab.name, "python3", "-I", "-S", "/lab/ask.py",
+            "/run/sandbox-broker.sock"]
     turns = []
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
         assert host.stdin and host.stdout

@@ -29,12 +29,6 @@ WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPON
              "WebSocket connection to")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
 @pytest.fixture
 def page(browser: Browser, service: Service) -> Iterator[Page]:
     with watched(browser, service) as page:
@@ -369,11 +363,13 @@ def test_agent_mode_streams_markdown_and_keeps_what_it_does_not_know(page: Page,
               event(type="brand_new", some="thing"), "no JSON at all"]
     for file, lines in (("first", first), ("second", second)):
         (service.engine.project / file).write_text("\n".join(lines) + "\n")
-    service.create(name, agentPromptCommand="cat first; sleep 2; cat second; : {prompt}")
+    wait = "until [ -e go ]; do sleep 0.1; done"
+    service.create(name, agentPromptCommand=f"cat first; {wait}; cat second; : {{prompt}}")
     open_screen(page, service, name, "agent")
     submit(page, "say it")
     page.see("Title", ".md h1")
     page.see("running", ".job-foot")  # it is shown while it comes
+    (service.engine.project / "go").touch()
     page.see("done", ".job-foot")
     page.see("bold", ".md strong")
     page.see("brand_new", ".raw")
@@ -663,8 +659,9 @@ def test_the_command_line_and_the_page_share_terminals(page: Page, service: Serv
         open_terminal(page, service, name)
         see_in_terminal(page, "first")
         assert page.eval("document.querySelectorAll('.term-tab').length") == 1
-        enter(page, "echo sec${x}ond; stty size")
+        enter(page, "stty size; echo sec${x}ond")
         terminal.expect("second")
+        see_in_terminal(page, "second")
         assert "20 70" not in screen_text(page)  # the page has the size
         terminal.send("echo thi''rd; stty size\n")
         see_in_terminal(page, "third")
@@ -870,12 +867,16 @@ def test_a_session_is_renamed_and_duplicated(page: Page, service: Service, name:
     service.create(name)
     open_screen(page, service, name, "settings")
     field = ".settings [aria-label='Another name']"
-    page.wait(f"document.querySelector({field!r})")
     for wanted, button in ((f"{name}-b", "Rename"), (f"{name}-c", "Duplicate")):
-        page.wait(f"document.querySelector({field!r})?.value !== {wanted!r}")
-        page.eval(f"document.querySelector({field!r}).value = {wanted!r}")
-        page.eval("[...document.querySelectorAll('.settings button')]"
-                      f".find((b) => b.textContent === {button!r}).click()")
+        # At once: the settings of another name are drawn anew.
+        page.wait(f"""(() => {{
+            const field = document.querySelector({field!r});
+            if (!field || field.value === {wanted!r}) return false;
+            field.value = {wanted!r};
+            [...document.querySelectorAll('.settings button')]
+                .find((button) => button.textContent === {button!r}).click();
+            return true;
+        }})()""")
         page.wait(f"location.hash.includes({wanted!r}) && "
                   f"document.querySelector({field!r})?.value === {wanted!r}")
     names = {row["name"] for row in service.get("/api/sessions").json}
@@ -897,7 +898,7 @@ def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, servi
     page.see("Not saved yet", ".settings")
     page.dialog_answer = False
     page.call("Page.reload")
-    page.wait("document.querySelector('.settings')")
+    wait_for(lambda: page.eval("true") and page.dialogs)
     assert page.dialogs == ["beforeunload"]
     typed = page.eval(f"document.querySelector({json.dumps(template)}).value")
     assert typed == "echo {prompt} not saved"
@@ -985,7 +986,7 @@ def test_a_network_is_chosen_and_the_container_created_again(page: Page, service
     page.see("no network", ".session-head")
     open_screen(page, service, name, "command")
     page.see("before", ".output")
-    submit(page, "cat ~/file; ls /sys/class/net /tmp/mark")
+    submit(page, "cat ~/file; ls /sys/class/net /tmp/mark 2>&1")  # two streams have no order
     page.see("kept", ".job:last-child .output")
     page.see("exit 1", ".job:last-child .job-foot")
     output = page.eval("document.querySelector('.job:last-child .output').textContent")

@@ -49,6 +49,13 @@ class Turns:
         self.engine, self.name, self.project = engine, name, engine.project
         write_config(engine.home, imageName=IMAGE.partition(":")[0], network="none")
 
+    def use_stub(self) -> None:
+        """Agents have the stub of a model, and checkpoints are made as by default."""
+        write_stub_config(self.engine, self.engine.home)
+        config = json.loads((self.engine.home / "sandbox.json").read_text())
+        del config["checkpoint"]
+        (self.engine.home / "sandbox.json").write_text(json.dumps(config))
+
     def run(self, *args: str, **where: Any) -> Result:
         return self.engine.sandbox("run", "-n", self.name, *args, **where)
 
@@ -138,10 +145,7 @@ def test_a_turn_has_what_ran_in_it_and_undo_brings_it_back(turns: Turns) -> None
 
 @pytest.mark.parametrize("agent", ["c", "gm", "cx", "oc"])
 def test_an_agents_run_is_a_turn(turns: Turns, agent: str) -> None:
-    write_stub_config(turns.engine, turns.engine.home)
-    config = json.loads((turns.engine.home / "sandbox.json").read_text())
-    del config["checkpoint"]
-    (turns.engine.home / "sandbox.json").write_text(json.dumps(config))
+    turns.use_stub()
     told = turns.run("-y", agent, "--", "--version")
     assert told.returncode == 0 and turns.log() == [], told.stderr
     assert turns.store() not in turns.volumes() or not turns.log()
@@ -301,10 +305,7 @@ def test_a_prompt_of_one_long_line_is_a_turn(turns: Turns, service: Service) -> 
 
 
 def test_an_agents_terminal_in_the_browser_is_a_turn(turns: Turns, service: Service) -> None:
-    write_stub_config(turns.engine, turns.engine.home)
-    config = json.loads((turns.engine.home / "sandbox.json").read_text())
-    del config["checkpoint"]
-    (turns.engine.home / "sandbox.json").write_text(json.dumps(config))
+    turns.use_stub()
     service.create(turns.name, agent="claude")
     with service.terminal(turns.name, "run=agent") as terminal:
         wait_for(lambda: turns.log(), 60)
@@ -411,10 +412,7 @@ def test_ctrl_c_leaves_no_container(turns: Turns) -> None:
 @on_docker
 def test_an_agents_terminal_that_is_not_held_is_a_turn(turns: Turns, service: Service) -> None:
     """Nor the next one, of which that is known before."""
-    write_stub_config(turns.engine, turns.engine.home)
-    config = json.loads((turns.engine.home / "sandbox.json").read_text())
-    del config["checkpoint"]
-    (turns.engine.home / "sandbox.json").write_text(json.dumps(config))
+    turns.use_stub()
     service.create(turns.name, agent="claude")
     turns.engine.run("exec", turns.name, "sh", "-c", "rm $(command -v python3)")
     with service.terminal(turns.name, "run=agent") as first:

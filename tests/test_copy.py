@@ -561,8 +561,12 @@ def test_two_copies_are_merged_with_what_the_person_did(repository: Copied, engi
     repository.write(a=f"{TEXT}mine\n")
     assert repository.brought(one, "--dry-run") == ["a", "b", "fight", "new"]
     assert repository.read("a") == f"{TEXT}mine\n"
-    answer = repository.merge(one)
-    assert f"{one} runs: what it writes from now on comes with the next merge" in answer.stderr
+    with engine.popen("run", "-n", one, "-x", "sh", "-c", "echo begun; exec cat") as used:
+        assert used.stdin and used.stdout and used.stdout.readline() == "begun\n"
+        answer = repository.merge(one)
+        assert f"what goes on in {one} comes with the next merge: cat\n" in answer.stderr
+        used.stdin.close()
+        assert used.wait(60) == 0
     assert answer.stdout.split() == ["modified", "a", "deleted", "b", "added", "fight", "added",
                                      "new"]
     assert repository.read("a") == "ONE\n2\nthree\n4\n5\nmine\n"
@@ -571,6 +575,7 @@ def test_two_copies_are_merged_with_what_the_person_did(repository: Copied, engi
     assert "fight was left as it is: both have changed it" in answer.stderr
     assert repository.read("a") == "ONE\n2\nTHREE\n4\n5\nmine\n"
     assert repository.read("fight") == "both\n" and repository.read("d/d") == "d\n"
+    assert "what goes on" not in answer.stderr
     assert repository.brought(one) == []
     repository.run(one, "echo more >>new; sed -i s/ONE/again/ a")
     assert repository.brought(one, fails=1) == ["a"]

@@ -1,11 +1,15 @@
 """The home of a session outlives the container, goes with `rm`, and is copied for a duplicate."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import signal
 import socket
+import socketserver
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +211,54 @@ def test_ctrl_c_while_it_is_created_anew_loses_nothing(engine: Engine, project: 
             assert recreate.wait(60) == 130
         assert said(engine, name, "cat ~/file") == "kept\n"
         assert [other for other in container_names(engine) if other.startswith(name)] == [name]
+
+
+class SlowDaemon(socketserver.ThreadingUnixStreamServer):
+    """The way to docker's daemon: what creates a container comes there when it is let through,
+    whether its client has waited or not.
+    """
+
+    daemon_threads = True
+    came, through = threading.Event(), threading.Event()
+
+    class RequestHandlerClass(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.socket(socket.AF_UNIX) as daemon:
+                daemon.connect("/var/run/docker.sock")
+                threading.Thread(target=self.answers, args=[daemon]).start()
+                with contextlib.suppress(OSError):
+                    while data := self.request.recv(65536):
+                        if b"/containers/create?" in data:
+                            SlowDaemon.came.set()
+                            SlowDaemon.through.wait(60)
+                        daemon.sendall(data)
+
+        def answers(self, daemon: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := daemon.recv(65536):
+                    self.request.sendall(data)
+
+
+@docker_only
+def test_ctrl_c_waits_for_a_daemon_that_creates(engine: Engine, project: Path, home: Path,
+                                                name: str) -> None:
+    said(engine, name, "echo kept >~/file")
+    path = engine.area / f"{name}.sock"
+    with SlowDaemon(str(path), SlowDaemon.RequestHandlerClass) as relay:
+        threading.Thread(target=relay.serve_forever).start()
+        for words in (["recreate", name], ["run", "-n", f"{name}-2", "-x", "true"]):
+            relay.came.clear()
+            relay.through.clear()
+            made = engine.popen(*words, env={"DOCKER_HOST": f"unix://{path}"})
+            assert relay.came.wait(60)
+            made.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                made.wait(1)  # so long it is still to wait
+            relay.through.set()
+            assert made.wait(60) == 130
+        relay.shutdown()
+    assert said(engine, name, "cat ~/file") == "kept\n"
+    assert [other for other in container_names(engine) if other.startswith(name)] == [name]
 
 
 def test_a_power_cut_while_it_is_created_anew_loses_nothing(engine: Engine, project: Path,

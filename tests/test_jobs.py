@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -36,10 +37,17 @@ def text_of(service: Service, job: object, stream: str = "") -> str:
 
 
 def test_a_command_streams_and_ends_with_its_status(service: Service, name: str) -> None:
+    """What one stream has said is told before the other one says more."""
     service.create(name)
-    job = service.job(name, "echo out; sleep 0.3; echo err >&2; sleep 0.3; echo again; exit 7")
+    wait = "until [ -e {} ]; do sleep 0.1; done"
+    job = service.job(name, f"echo out; {wait.format('out')}; echo err >&2; {wait.format('err')}; "
+                            "echo again; exit 7")
     assert (job["state"], job["kind"], job["exit"]) == ("running", "command", None)
-    events = list(service.events(job))
+    events = []
+    for event in service.events(job):
+        events.append(event)
+        if event[0] in ("stdout", "stderr"):
+            (service.engine.project / event[1].strip()).touch()
     told = [(name, data) for name, data, _ in events[1:-1]]
     assert told == [("stdout", "out\n"), ("stderr", "err\n"), ("stdout", "again\n")]
     assert events[0][0] == "job" and events[-1][0] == "end" and events[-1][1]["exit"] == 7
@@ -92,10 +100,11 @@ def test_kill_9_of_the_server_loses_nothing(service: Service, name: str) -> None
     service.create(name)
     job = service.job(name,
                       "i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); sleep 0.01; done; "
-                      "exit 5")
+                      "until [ -e go ]; do sleep 0.1; done; exit 5")
     seen = list(itertools.islice(service.events(job), 10))
     service.restart_after_kill()
     assert service.get(f"/api/sessions/{name}/jobs/{job['id']}").json["state"] == "running"
+    (service.engine.project / "go").touch()
     rest = list(service.events(job, seen[-1][2]))
     text = "".join(data for kind, data, _ in [*seen, *rest] if kind == "stdout")
     assert text == "".join(f"line {i}\n" for i in range(200))
@@ -225,6 +234,10 @@ def test_autostart_is_not_lost_with_a_service_that_is_killed(service: Service, n
         session = f"{name}-{number}"
         fields = {"name": session, "directory": str(started.parent), "autostart": script}
         threading.Thread(target=lambda: suppressed(service.post, "/api/sessions", fields)).start()  # noqa: B023
+        if number == 0:  # it never hears that the container is there
+            making = ["pgrep", "-P", str(service.pid), "-f", f" run -d .*{session}"]
+            wait_for(lambda: subprocess.run(making, stdout=subprocess.DEVNULL).returncode == 0)  # noqa: B023
+            os.kill(service.pid, signal.SIGSTOP)
         running = ("ps", "--format", "{{.Names}}")
         wait_for(lambda: session in service.engine.run(*running).stdout.split())  # noqa: B023
         time.sleep(0.03 * number)

@@ -6,18 +6,21 @@ The vendors are vendor_stub.py in the network of a session's companion, under th
 
 import contextlib
 import json
+import os
 import re
+import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from conftest import IMAGE, ROOT, Engine, Result, unique_name, write_config
 from network import add_names, inspected, proxy_of, shown_network
 from service import Service, wait_for
 from test_agents import ONCE, SCREENS, START_SECONDS, image, on_docker, type_prompt
-from test_broker import TABLE, VENDORS, Ca, ca
+from test_broker import ASK, TABLE, VENDORS, Ca, ca
 
 import sandbox
 import sandbox_keys
@@ -25,8 +28,9 @@ from sandbox import SandboxError
 
 __all__ = ["ca", "image"]  # fixtures
 
-REAL = {"ANTHROPIC_API_KEY": "sk-ant-api03-the-real-key", "OPENAI_API_KEY": "sk-the-real-key",
-        "GEMINI_API_KEY": "AIza-the-real-key"}
+SECRET = secrets.token_hex(8)  # nothing else on this machine has it
+REAL = {"ANTHROPIC_API_KEY": f"sk-ant-api03-{SECRET}", "OPENAI_API_KEY": f"sk-{SECRET}",
+        "GEMINI_API_KEY": f"AIza-{SECRET}"}
 BROKER = "http://127.0.0.1:3129"
 
 
@@ -172,6 +176,7 @@ class Hidden:
         pem = [(ca.directory / f"own.{kind}").read_text() for kind in ("key", "crt")]
         (self.directory / "cert.pem").write_text("".join(pem))
         (self.directory / "ca.crt").write_text(ca.pem)
+        (self.directory / "keys").write_text("\n".join(REAL.values()))
         for name in ("model_stub.py", "vendor_stub.py"):
             shutil.copy(ROOT / "tests" / name, self.directory)
         self.directory.chmod(0o777)
@@ -186,7 +191,7 @@ class Hidden:
         made = self.engine.run(
             "run", "-d", "--init", "--name", self.vendors, "--network", f"container:{self.proxy}",
             "-v", f"{self.directory}:/stub", "-e", "PYTHONDONTWRITEBYTECODE=1", IMAGE, "python3",
-            "/stub/vendor_stub.py", "/stub", *REAL.values())
+            "/stub/vendor_stub.py", "/stub")
         assert made.returncode == 0, made.stderr
 
     @property
@@ -240,6 +245,7 @@ class Hidden:
         ours = [path for top in (self.project, self.home) for path in top.rglob("*")
                  if path.is_file() and path != self.env_file]
         yield "files", b"".join(path.read_bytes() for path in ours)
+        yield "what the engine keeps", b"".join(self.kept_by_engine())
         for container in (self.name, self.proxy):
             for pid in self.pids(container):
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -248,9 +254,32 @@ class Hidden:
                     if container == self.name:
                         yield f"memory of {pid}", memory(pid)
 
+    def kept_by_engine(self) -> Iterator[bytes]:
+        """Its own files about the two containers."""
+        if self.engine.runtime == "docker":
+            root = self.engine.run("info", "-f", "{{.DockerRootDir}}").stdout.strip()
+            patterns = [f"containers/{inspected(self.engine, name, '{{.Id}}')}/*"
+                        for name in (self.name, self.proxy)]
+        else:
+            root = self.engine.run("info", "-f", "{{.Store.GraphRoot}}").stdout.strip()
+            patterns = ["db.sql*", "libpod/*.db", *(
+                f"overlay-containers/{inspected(self.engine, name, '{{.Id}}')}/userdata/**/*"
+                for name in (self.name, self.proxy))]
+        paths = [path for pattern in patterns for path in Path(root).glob(pattern)]
+        assert any(self.name.encode() in data for path in paths if path.is_file()
+                   for data in [path.read_bytes()])
+        yield from (path.read_bytes() for path in paths if path.is_file())
+
     def pids(self, container: str) -> list[str]:
-        shown = ["-eo", "pid"] if self.engine.runtime == "docker" else ["hpid"]
-        return self.engine.run("top", container, *shown).stdout.split()[1:]
+        """All in its namespace: not every engine can list them."""
+        own = namespace(inspected(self.engine, container, "{{.State.Pid}}"))
+        return [pid for pid in os.listdir("/proc") if pid.isdigit() and namespace(pid) == own != ""]
+
+
+def namespace(pid: str) -> str:
+    with contextlib.suppress(OSError):  # it has ended
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    return ""
 
 
 def memory(pid: str) -> bytes:
@@ -297,9 +326,58 @@ def test_the_key_is_nowhere_but_in_the_brokers_memory(hidden: Hidden) -> None:
     # Where the placeholder is, the key would have been found.
     kinds = {place.partition(" of ")[0] for place, content in places.items()
              if placeholder in content}
-    assert kinds == {"environ", "memory"}
+    # Podman keeps the environment of an exec.
+    assert kinds - {"what the engine keeps"} == {"environ", "memory"}
     in_companion = b"".join(map(memory, hidden.pids(hidden.proxy)))
     assert all(key.encode() in in_companion for key in REAL.values())
+
+
+class Sampler:
+    """What arguments and environments of all processes have held of some words, until it ends."""
+
+    def __init__(self, *words: str) -> None:
+        self.words, self.found, self.ending = words, set[str](), threading.Event()
+        self.thread = threading.Thread(target=self.look)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ending.set()
+        self.thread.join()
+
+    def look(self) -> None:
+        while not self.ending.is_set():
+            for path in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    data = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+                    self.found |= {word for word in self.words if word.encode() in data}
+
+
+def test_no_process_gets_a_key_and_no_output_shows_one(hidden: Hidden) -> None:
+    """Whatever a command does with a session: also what it prints for a shell, or traces."""
+    placeholder = TABLE["providers"]["anthropic"]["keys"]["ANTHROPIC_API_KEY"]
+    env = {**hidden.where["env"], "SANDBOX_TRACE": "1"}
+    where = hidden.where | {"env": env}
+    said: list[str] = []
+    with Sampler(*REAL.values(), placeholder) as sampler:
+        with hidden.engine.popen(*hidden.argv("-x", "cat"), **where) as run:
+            wait_for(lambda: placeholder in sampler.found)
+            said += run.communicate(timeout=60)
+        for words in (["stop", hidden.name],
+                      hidden.argv("-d", "-x", "true"), ["budget", hidden.name, "9usd"],
+                      ["usage"], ["budget", hidden.name, ""], ["net", "log", hidden.name],
+                      ["config", "show", "--ef", str(hidden.env_file)],
+                      ["config", "command", *hidden.argv()[1:], "--reveal"],
+                      hidden.argv("--keys", "visible", "-x", "true")):
+            ran = hidden.engine.sandbox(*words, **where)
+            assert ran.returncode == 0, (words, ran)
+            said.append(ran.stdout + ran.stderr)
+    assert sampler.found == {placeholder}
+    assert [text for text in said if SECRET in text] == []
+    hidden.engine.remove({hidden.vendors})
+    hidden.start_vendors()
 
 
 # What tries all sockets that can be seen for the control of the broker, and its files.
@@ -322,6 +400,17 @@ for path in glob.glob("/proc/[0-9]*/cmdline"):
         print("process", path) if b"broker.py" in open(path, "rb").read() else None
     except OSError:
         pass
+# What is no request of an agent gets no further than the broker.
+for request in ("CONNECT example.org:443", "GET http://example.org/", "POST /anthropic/v1/files",
+                "DELETE /anthropic/v1/messages", "POST /anthropic/v1/messages/../files",
+                "POST http://api.anthropic.com/v1/messages", "POST /anthropic/v1/messages"):
+    for more in ("", "Content-Length: 2\\r\\nTransfer-Encoding: chunked\\r\\n",
+                 "x-api-key: own\\r\\nx: a\\nx-api-key: own\\r\\n", "Upgrade: h2c\\r\\n"):
+        with socket.create_connection(("127.0.0.1", 3129), 10) as sock:
+            sock.sendall(f"{request} HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\n{more}\\r\\n".encode())
+            status = sock.makefile("rb").readline().split()[1:2]
+            if status and not status[0].startswith(b"4"):
+                print(request, more, status)
 try:
     open("/run/sandbox-net/new", "w")
     print("written")
@@ -335,8 +424,10 @@ print("done")
 def test_the_companion_is_out_of_reach_from_inside(hidden: Hidden, user: str) -> None:
     """Its memory, its files and its control, for root and for the agent's user."""
     user = user or f"{hidden.engine.uid}:{hidden.engine.gid}"
+    hidden.requests()
     tried = hidden.engine.run("exec", "-i", "-u", user, hidden.name, "python3", "-", input=ATTACKS)
     assert tried.stdout == "done\n", tried
+    assert hidden.requests() == []
 
 
 def test_no_neighbour_reaches_the_broker(hidden: Hidden) -> None:
@@ -349,6 +440,9 @@ def test_no_neighbour_reaches_the_broker(hidden: Hidden) -> None:
     listening = hidden.engine.run("exec", hidden.name, "cat", "/proc/net/tcp", "/proc/net/tcp6")
     places = [line.split()[1] for line in listening.stdout.splitlines() if ":0C39 " in line]
     assert places and {place for place in places if ":0C39" in place} == {"0100007F:0C39"}
+    beside = hidden.engine.run("exec", hidden.proxy, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+    heard = [line.split()[1] for line in beside.stdout.splitlines() if line.split()[3] == "0A"]
+    assert [place for place in heard if not place.endswith(":01BB")] == []  # that of the vendors
 
 
 def test_a_restarted_companion_has_no_key_until_the_next_run(hidden: Hidden) -> None:
@@ -392,7 +486,7 @@ def test_a_stopped_session_has_its_keys_when_it_starts_again(hidden: Hidden) -> 
 def test_a_changed_key_is_there_with_the_next_run(hidden: Hidden) -> None:
     before = hidden.env_file.read_text()
     try:
-        hidden.env_file.write_text(before.replace("the-real-key", "another-key"))
+        hidden.env_file.write_text(before.replace(SECRET, "another-key"))
         assert hidden.ask().stdout.startswith("401 ")  # the vendor's
         assert "another-key" in json.dumps(hidden.requests()[-1])
     finally:
@@ -455,8 +549,17 @@ def test_the_web_service_gives_them_too_and_shows_names_alone(engine: Engine, se
     assert (made.status, made.json["keys"], made.json["network"]) == (201, "hidden", "open")
     service.post(f"/api/sessions/{name}/settings", {"env": {"GROQ_API_KEY": "real-key",
                                                             "PLAIN": "1"}}, method="PUT")
-    settings = service.get(f"/api/sessions/{name}/settings").json
-    assert settings["hiddenKeys"] == ["GROQ_API_KEY"]
+    settings = service.get(f"/api/sessions/{name}/settings")
+    assert settings.json["hiddenKeys"] == ["GROQ_API_KEY"] and b"real-key" not in settings.body
+    env = settings.json["settings"]["env"]
+    assert env == {"GROQ_API_KEY": None, "PLAIN": "1"}
+    kept = service.post(f"/api/sessions/{name}/settings", {"env": {**env, "PLAIN": "2"}},
+                        method="PUT")
+    assert kept.json["settings"]["env"] == {"GROQ_API_KEY": None, "PLAIN": "2"}
+    stored = json.loads((engine.home / "sessions" / f"{name}.json").read_text())
+    assert stored["env"] == {"GROQ_API_KEY": "real-key", "PLAIN": "2"}
+    unknown = service.post(f"/api/sessions/{name}/settings", {"env": {"OTHER": None}}, method="PUT")
+    assert unknown.status == 400
     proxy = proxy_of(engine, name)
     assert engine.run("restart", "-t", "1", proxy).returncode == 0
     job = service.post(f"/api/sessions/{name}/command", {"command": "echo [$GROQ_API_KEY]"}).json
@@ -464,10 +567,10 @@ def test_the_web_service_gives_them_too_and_shows_names_alone(engine: Engine, se
     wait_for(lambda: service.get(path).json["state"] == "ended")
     output = (engine.home / "jobs" / name / job["id"] / "output").read_text()
     assert "[gsk_hidden-by-sandbox-not-a-key]" in output
-    assert "real-key" not in output
-    asked = engine.run("exec", "-i", proxy, *sandbox.BROKER_PROGRAM, "ask",
-                       input='{"do": "usage"}\n')
-    assert json.loads(asked.stdout)["providers"] == ["groq"]
+    having = [path for path in engine.home.rglob("*")
+              if path.is_file() and b"real-key" in path.read_bytes()]
+    assert having == [engine.home / "sessions" / f"{name}.json"]  # where the person has put it
+    assert asked(engine, proxy)["providers"] == ["groq"]
     assert service.get(f"/api/sessions/{name}/network").status == 409
     bad = service.post(f"/api/sessions/{name}/settings", {"env": {"GROQ_API_KEY": ""}},
                        method="PUT")
@@ -519,6 +622,13 @@ def test_an_image_without_the_broker_is_named_with_the_remedy(engine: Engine, ho
     finally:
         engine.run("rm", "-f", container)
         engine.run("rmi", f"{old}:1.0-common")
+
+
+def asked(engine: Engine, proxy: str) -> Any:
+    """What a broker itself says."""
+    answer = engine.run("exec", "-i", proxy, "python3", "-c", ASK.read_text(),
+                        f"{sandbox.KEPT_DIRECTORY}/broker.sock", input='{"do": "usage"}\n')
+    return json.loads(answer.stdout)
 
 
 # --- Use and budgets ---
@@ -579,10 +689,25 @@ def test_what_was_used_outlives_a_restart_of_all(measured: Hidden) -> None:
                                       "written": 0, "written_long": 0, "usd": None}}
     assert entry["spent"]["tokens"] == 2 and entry["budget"] == {"tokens": 1}
     shown = measured.sandbox("usage")
-    assert f"{measured.name}  {day}  stub" in shown.stdout
+    assert [measured.name, day, "stub"] in [line.split()[:3] for line in shown.stdout.splitlines()]
     assert "no price is known of stub; the prices are of 20" in shown.stderr
     assert f"{measured.name}: 2.00 of 1 tokens are spent" in shown.stderr
     assert measured.ask().stdout.startswith("402 ")
+    made = measured.sandbox("recreate", measured.name)
+    assert made.returncode == 0, made.stderr
+    measured.proxy = proxy_of(measured.engine, measured.name)
+    assert json.loads(measured.sandbox("usage", measured.name, "--json").stdout) == before
+    refused = measured.ask()
+    assert refused.stdout.startswith("402 "), refused
+
+    break_it = f"echo '{{}}' > {sandbox.KEPT_DIRECTORY}/counts.json"
+    assert measured.engine.run("exec", measured.proxy, "sh", "-c", break_it).returncode == 0
+    failed = measured.sandbox("usage", measured.name)
+    assert failed.returncode == 1 and "sandbox recreate begins anew" in failed.stderr
+    made = measured.sandbox("recreate", measured.name)
+    assert made.returncode == 0 and "could not be read, and begin anew" in made.stderr
+    (entry,) = json.loads(measured.sandbox("usage", measured.name, "--json").stdout)
+    assert entry["days"] == {} and entry["left"] == {"tokens": 1}
 
 
 def test_the_web_service_tells_what_was_used_and_raises_a_budget(measured: Hidden) -> None:
@@ -593,15 +718,31 @@ def test_the_web_service_tells_what_was_used_and_raises_a_budget(measured: Hidde
         path = f"/api/sessions/{measured.name}"
         told = service.get(f"{path}/usage").json
         assert told["spent"]["tokens"] == 2 and told["budget"] == {"tokens": 1}
-        inside = measured.engine.run("exec", measured.proxy, *sandbox.BROKER_PROGRAM, "ask")
-        assert inside.returncode == 0
-        put = service.post(f"{path}/settings", {"budget": {"tokens": 9}}, method="PUT")
-        assert put.status == 200 and put.json["effective"]["budget"] == {"tokens": 9}
-        asked = measured.engine.run("exec", "-i", measured.proxy, *sandbox.BROKER_PROGRAM, "ask",
-                                    input='{"do": "usage"}\n')
-        assert json.loads(asked.stdout)["budget"] == {"tokens": 9}
-        wrong = service.post(f"{path}/settings", {"budget": {"tokens": -9}}, method="PUT")
-        assert wrong.status == 400
+        assert (told["left"], told["unpriced"]) == ({"tokens": 0}, ["stub"])
+        assert (told["broker"], told["hiddenKeys"]) == ("ready", [*REAL])
+        assert told["prices"] == TABLE["prices"]["date"]
+        raised = service.post(f"{path}/budget", {"budget": {"tokens": 9}})
+        assert raised.json["left"] == {"tokens": 7} and raised.json["broker"] == "ready"
+        assert asked(measured.engine, measured.proxy)["budget"] == {"tokens": 9}
+        assert service.post(f"{path}/budget", {"budget": "5usd/day"}).json["budget"] == {
+            "usd": 5, "tokens": 9, "per": "day"}
+        put = service.post(f"{path}/settings", {"budget": {"tokens": 8}}, method="PUT")
+        assert put.status == 200 and put.json["effective"]["budget"] == {"tokens": 8}
+        for wrong in ({"budget": {"tokens": -9}}, {"budget": "5eur"}, {"budget": 5}, {}):
+            assert service.post(f"{path}/budget", wrong).status == 400, wrong
+        assert service.post(f"{path}/settings", {"budget": {"tokens": -9}},
+                            method="PUT").status == 400
+
+        whole = service.get("/api/usage").json
+        (entry,) = [entry for entry in whole["sessions"] if entry["name"] == measured.name]
+        assert entry["days"] == told["days"] and whole["day"] in entry["days"]
+        assert (entry["budget"], entry["left"]) == ({"tokens": 8}, {"tokens": 6})
+        restarted = measured.engine.run("restart", "-t", "1", measured.proxy)
+        assert restarted.returncode == 0, restarted.stderr
+        wait_for(lambda: service.get(f"{path}/usage").json["broker"] == "empty")
+        service.post(f"{path}/stop", {})
+        assert service.get(f"{path}/usage").json["broker"] == "down"
+        assert service.post(f"{path}/budget", {"budget": ""}).json["left"] == {}
     finally:
         service.end()
 
@@ -666,9 +807,8 @@ def test_on_a_terminal_an_agent_works_and_its_key_is_nowhere(agents: Hidden, age
         assert real_keys_in(agents) == []
 
 
-# Not cx: it asks for a title after each prompt, with tools, which looks like another prompt.
 @on_docker
-@pytest.mark.parametrize("agent", ["c", "gm", "oc"])
+@pytest.mark.parametrize("agent", ONCE)
 def test_before_each_prompt_of_an_agent_on_a_terminal_there_is_a_checkpoint(
         engine: Engine, image: str, ca: Ca, agent: str) -> None:
     models = {"model": "anthropic/claude-sonnet-4-5", "small_model": "anthropic/claude-haiku-4-5"}

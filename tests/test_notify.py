@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, Page, chromium
+from browser import Browser, Page
 from conftest import PYTHON, Engine, write_config
 from fuzz import AGENTS, STREAMS, streams
 from network import proxy_of
@@ -365,12 +365,6 @@ def test_run_waits_for_no_command_and_keeps_why_it_failed(engine: Engine, home: 
 
 docker = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
 ICON = "document.querySelector('link[rel=icon]').href"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -419,7 +419,7 @@ def test_a_key_is_one_row_for_a_container(engine: Engine, project: Path, name: s
 
 # Where several keys are named and no more could be said by the table: fields of an answer of the
 # API, and columns of ps. Agents have a `yolo` and an `env` of their own.
-OF_ANOTHER_TABLE = {"session_data", "session_row", "print_table"}
+OF_ANOTHER_TABLE = {"session_data", "session_row", "lost_row", "print_table"}
 
 
 def named_together(tree: ast.AST, function: str = "") -> Iterator[tuple[str, list[str]]]:

@@ -1117,6 +1117,7 @@ def test_changes_are_read_undone_and_refused(engine: Engine, home: Path, project
         assert reply.status == 404 and reply.json["error"]["message"], query
     assert service.post(f"{base}/undo", {"turn": "nope"}).status == 404
     assert service.post(f"{base}/undo", {"paths": ["nope"]}).status == 404
+    assert service.post(f"{base}/undo", {"paths": ["x" * 4000] * 9}).status == 413
     assert service.post(f"{base}/merge").status == 409
     dry = service.post(f"{base}/undo", {"turn": job["id"], "dry": True}).json
     assert dry["dry"] and [row["path"] for row in dry["changed"]] == [odd, "new"]

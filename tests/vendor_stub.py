@@ -1,9 +1,10 @@
 """The vendors' own names for the agents' tests: model_stub.py over TLS, with the keys demanded.
 
-    vendor_stub.py DIRECTORY KEY...
+    vendor_stub.py DIRECTORY
 
-Listens on 127.0.0.1:443 with DIRECTORY/cert.pem. Who brings none of the keys gets a 401. Each
-request is a line of DIRECTORY/requests: [method, path, [[header, value], ...], body].
+Listens on 127.0.0.1:443 with DIRECTORY/cert.pem. Who brings none of DIRECTORY/keys gets a 401; no
+argument has them, where tests search for them. Each request is a line of DIRECTORY/requests:
+[method, path, [[header, value], ...], body].
 """
 
 import io
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import model_stub
 
-DIRECTORY, KEYS = Path(sys.argv[1]), sys.argv[2:]
+DIRECTORY = Path(sys.argv[1])
+KEYS = (DIRECTORY / "keys").read_text().split()
 
 
 class Handler(model_stub.Handler):

@@ -1,7 +1,6 @@
 """Holds the keys of a session: its agents see placeholders, and their requests get the keys here.
 
     broker.py serve   in the companion container: all that `proxy.py serve` does, and the broker
-    broker.py ask     beside it: relay stdin and stdout to /run/sandbox-broker.sock
 
 A gate of the session (`proxy.py gate` with SANDBOX_NET_SOCKET=broker.sock, SANDBOX_NET_PORT=3129)
 hands over a listener. A request for /NAME/PATH there goes to the one URL of the provider NAME, with
@@ -9,7 +8,8 @@ each placeholder in authorization, x-api-key, x-goog-api-key and ?key= replaced 
 else stands there is dropped. Each connection serves one request; the next one to a provider is made
 beforehand. The keys are in memory only: a broker that has restarted has none.
 
-`ask` takes a JSON object per line and gives one for each, {"ok": true, ...} or {"error": text}:
+Over /run/sandbox-broker.sock the host says a JSON object per line, and gets one for each,
+{"ok": true, ...} or {"error": text}:
   {"do": "set", ...}   put in force what is given, all or nothing; what is not given stays, other
                        providers, too, whose agents may be running:
      "providers"  {NAME: {"url", "keys": {placeholder: key}, "status" of refusals, "counted",
@@ -23,10 +23,11 @@ beforehand. The keys are in memory only: a broker that has restarted has none.
                   somebody watches; 0: no wait
      "ca"         certificates to trust, in PEM; the image's own where it is empty
      "session"    its name by now
+     "days"       what was counted in its place before, see usage.py
   {"do": "usage"}      {"providers": [NAME], "budget", "spent": {"usd", "tokens", "minutes"},
                        "days": see usage.py}
-  {"do": "watch"}      from now on also each line of stdout; and who has watched longest gets
-                       {"turn": id, "provider"} when a turn begins
+  {"do": "watch"}      from now on who has watched longest gets {"turn": id, "provider"} when a turn
+                       begins
   {"do": "turn", "id", "error": text or ""}   let it go on, or refuse it for this reason
 
 stdout has a line per request like the proxy's decisions: verdict allow with "use" {"model",
@@ -58,7 +59,9 @@ import usage  # noqa: E402
 CONTROL = os.environ.get("SANDBOX_BROKER", "/run/sandbox-broker.sock")
 ASK_BYTES, TEXT_CHARACTERS, ASKERS, BUFFER_BYTES = 4 << 20, 500, 16, 64 * 1024
 BODY_SECONDS, SPARE_SECONDS, CHECK_SECONDS, LEAVE_SECONDS = 60.0, 50.0, 1.0, 0.25
-KEY_HEADERS = ("authorization", "x-api-key", "x-goog-api-key")
+KEY_HEADERS = ("authorization", "x-api-key", "x-goog-api-key", "cookie")
+# of a query's words those that are a key, or that some server may read as one
+KEY_WORD = re.compile(r"(?i:key|access_token|[^=]*[%+].*?)(?:=.*)?")
 HOP_HEADERS = ("connection", "keep-alive", "proxy-connection", "te", "trailer", "upgrade")
 TARGET = re.compile(r"/([a-z0-9-]{1,40})(/[^?#]*)(?:\?([^#]*))?")
 URL = re.compile(r"(https?)://([^/?#@\\]+)(/[^?#\\]*)?")
@@ -82,8 +85,8 @@ class Refusal(proxy.Answer):
                 "Connection: close\r\n\r\n").encode() + body
 
 
-class Line(proxy.Decision):
-    """About one request: `use` is what it has used."""
+class Used(proxy.Decision):
+    """About a request that was let through: `use` is what it has used."""
 
     use: dict[str, Any] = {}
 
@@ -117,7 +120,7 @@ class Provider:
 
     def refusal(self, kind: str, reason: str, status: int = 0) -> Refusal:
         reason = reason[:TEXT_CHARACTERS]
-        BROKER.log(Line(self.host, self.port, reason, kind=kind))
+        proxy.log(proxy.Decision(self.host, self.port, reason, kind=kind))
         return Refusal(status or self.status, f"sandbox: {reason}")
 
     def connect(self) -> socket.socket:
@@ -176,7 +179,7 @@ class Provider:
             if name.lower() != "expect":
                 headers.append((name, value))
         request.headers = headers
-        query = "&".join(word for word in words if not word.startswith("key="))
+        query = "&".join(word for word in words if not KEY_WORD.fullmatch(word))
         return f"?{query}" if query else "", known
 
 
@@ -215,8 +218,13 @@ class Broker:
         do = data.pop("do")
         with self.lock:
             if do == "set":
+                days = data.pop("days", None)
                 rows = self.settings.data.get("providers", {}) | data.get("providers", {})
-                self.settings = Settings(self.settings.data | data | {"providers": rows})
+                settings = Settings(self.settings.data | data | {"providers": rows})
+                if days:
+                    self.ledger.begin(days)
+                    self.ledger.write()
+                self.settings = settings
             elif do == "usage":
                 return {"ok": True, "providers": [*self.settings.providers],
                         "budget": self.settings.budget, "days": self.ledger.days,
@@ -243,14 +251,6 @@ class Broker:
     def forget(self, sock: socket.socket) -> None:
         with self.lock:
             self.watchers = [other for other in self.watchers if other is not sock]
-
-    def log(self, line: Line) -> None:
-        proxy.log(line)
-        self.tell(line.entry())
-
-    def tell(self, data: Mapping[str, Any]) -> None:
-        for sock in self.watchers[:]:
-            self.send(sock, data)
 
     def over(self, names: Sequence[str] = ("usd", "tokens", "minutes")) -> str:
         """Why nothing more may be used, or ''."""
@@ -478,7 +478,7 @@ class Exchange:
 
     def settle(self) -> None:
         """Count what was used, and say it. What broke off before it said so is estimated."""
-        line = Line(self.provider.host, self.provider.port, rule="keys")
+        line = Used(self.provider.host, self.provider.port, rule="keys")
         used = self.counted and self.asked and (self.status or 200) // 100 == 2
         counts, model = self.meter.counts(), self.meter.model
         if estimated := not (self.ended and self.meter.fields):
@@ -496,18 +496,18 @@ class Exchange:
                         "estimated": estimated, "status": self.status,
                         "seconds": round(time.monotonic() - self.started, 3)}
         if self.asked:
-            BROKER.log(line)
+            proxy.log(line)
 
 
-# --- Commands ---
+# --- The program ---
 
 
-def cmd_serve() -> int:
+def serve() -> int:
     proxy.prepare()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the keys
     BROKER.ledger.open()
-    for serve, *args in ((proxy.serve_gates, "proxy.sock", proxy.handle), (serve_askers,)):
-        threading.Thread(target=serve, args=args, daemon=True).start()
+    for target, *args in ((proxy.serve_gates, "proxy.sock", proxy.handle), (serve_askers,)):
+        threading.Thread(target=target, args=args, daemon=True).start()
     return proxy.serve_gates("broker.sock", handle)
 
 
@@ -517,32 +517,10 @@ def serve_askers() -> None:
             proxy.start(serve_asker, server.accept()[0], ASK_SLOTS)
 
 
-def cmd_ask() -> int:
-    with socket.socket(socket.AF_UNIX) as sock:
-        try:
-            sock.connect(CONTROL)
-        except OSError as error:
-            print(f"sandbox: the broker does not run: {error}", file=sys.stderr)
-            return 1
-        threading.Thread(target=send_stdin, args=(sock,), daemon=True).start()
-        while data := sock.recv(BUFFER_BYTES):
-            os.write(1, data)
-    return 0
-
-
-def send_stdin(sock: socket.socket) -> None:
-    while data := os.read(0, BUFFER_BYTES):
-        sock.sendall(data)
-    sock.shutdown(socket.SHUT_WR)
-
-
-COMMANDS = {"serve": cmd_serve, "ask": cmd_ask}
-
-
-def main(argv: Sequence[str]) -> int:
-    if len(argv) == 1 and argv[0] in COMMANDS:
-        return COMMANDS[argv[0]]()
-    print("usage: broker.py serve | ask", file=sys.stderr)
+def main(argv: list[str]) -> int:
+    if argv == ["serve"]:
+        return serve()
+    print("usage: broker.py serve", file=sys.stderr)
     return 2
 
 

@@ -21,7 +21,8 @@ MODEL_BYTES = 64 * 1024  # of an answer, in which it names its model
 USAGE = re.compile(rb'"usage(?:Metadata)?"\s*:\s*(?=\{)')
 MODEL = re.compile(rb'"model(?:Version)?"\s*:\s*"([!#-[\]-~]{1,100})"')
 MARK = re.compile(rb'"role"\s*:\s*"(\w+)"|"type"\s*:\s*"(?:tool_result|\w+_call_output)"|'
-                  rb'"(functionResponse|systemInstruction)"\s*:|"(tools)"\s*:\s*\[\s*\{')
+                  rb'"(functionResponse|systemInstruction)"\s*:|"(tools)"\s*:\s*\[\s*\{|'
+                  rb'"type"\s*:\s*"(json_schema)"')
 # behind a model's name: a snapshot or a preview of it costs the same
 DATED = re.compile(r"[-@](?:latest|preview|exp|\d{6}|\d{4}-\d\d-\d\d).*")
 # of a usage's fields, those that mean the same
@@ -36,21 +37,25 @@ class Marks:
     """Whether a request's last message is the person's, as it streams by.
 
     A quotation mark in a JSON string is escaped, so that no text in it can look like a mark.
-    Requests without tools are an agent's own: a title, a summary.
+    Requests without tools, or for an answer of a certain form, are an agent's own: a title, a
+    summary.
     """
 
     def __init__(self) -> None:
-        self.tail, self.said, self.tools, self.sum = b"", "", False, 0
+        self.tail, self.said, self.sum = b"", "", 0
+        self.tools = self.form = False
         self.system = False  # a system instruction behind the messages, which has a role too
 
     def see(self, data: bytes) -> None:
         self.sum = zlib.crc32(data, self.sum)
         data, end = self.tail + data, 0
         for match in MARK.finditer(data):
-            role, field, tools = match.groups()
+            role, field, tools, form = match.groups()
             end = match.end()
             if tools:
                 self.tools = True
+            elif form:
+                self.form = True
             elif self.system or field == b"systemInstruction":
                 self.system = bool(self.said)
             elif role == b"user":  # one vendor's role stands behind what it is about
@@ -61,7 +66,7 @@ class Marks:
 
     @property
     def begins_turn(self) -> bool:
-        return self.tools and self.said == "user"
+        return self.tools and not self.form and self.said == "user"
 
 
 class Meter:
@@ -137,12 +142,20 @@ class Ledger:
     def open(self) -> None:
         try:
             with open(COUNTS, "rb") as file:
-                self.days = json.load(file)["days"]
-            self.spent("session")
+                self.begin(json.load(file)["days"])
         except FileNotFoundError:
             pass
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            self.days, self.problem = {}, f"{COUNTS} cannot be read ({error})"
+            self.problem = f"{COUNTS} cannot be read ({error})"
+
+    def begin(self, days: dict[str, Any]) -> None:
+        """Go on from what was counted. Raises ValueError and the like, and changes nothing then."""
+        before, self.days = self.days, days
+        try:
+            self.spent("session")
+        except BaseException:
+            self.days = before
+            raise
 
     def today(self) -> Any:
         """Of a clock that has gone back the last day, so that it gives no budget anew."""

@@ -7,8 +7,8 @@
 branch=$1 dry=$2 theirs=/run/sandbox-work/.git ours=/run/sandbox-git
 shift 2
 [ $# = 0 ] || mounts_are "$@" || exit 97
-export HOME=/dev/shm LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1 \
-  GIT_NO_REPLACE_OBJECTS=1 GIT_ALLOW_PROTOCOL=file
+export HOME=/dev/shm LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+export GIT_ATTR_NOSYSTEM=1 GIT_NO_REPLACE_OBJECTS=1 GIT_ALLOW_PROTOCOL=file
 # What is read as text may be a FIFO a moment later.
 text() { [ ! -f "$1" ] || timeout 10 head -c "$2" "$1"; }
 tip=$(text $theirs/HEAD 1000)
@@ -16,7 +16,8 @@ case $tip in
 "ref: refs/"*)
   ref=${tip#ref: }
   tip=$(text "$theirs/$ref" 100)
-  [ "$tip" ] || tip=$(text $theirs/packed-refs 100000000 | awk -v ref="$ref" '$2 == ref {print $1}') ;;
+  [ "$tip" ] ||
+    tip=$(text $theirs/packed-refs 100000000 | awk -v ref="$ref" '$2 == ref {print $1}') ;;
 esac
 case $tip in *[!0-9a-f]*) tip= ;; esac
 if [ -d $theirs/reftable ]; then

@@ -64,7 +64,8 @@ gate() {
   SANDBOX_NET_SOCKET=$1.sock SANDBOX_NET_PORT=$2 python3 -I -S $programs/proxy.py gate || exit 1
 }
 # With hidden keys the agents' way to their models is the broker.
-[ -z "$SANDBOX_KEYS" ] || gate broker 3129
+broker=
+[ -z "$SANDBOX_KEYS" ] || { gate broker 3129 & broker=$!; }
 # With an allowlist the way out is a proxy: sudo, cron and login shells do not pass the variables
 # that name it.
 if [ -n "$SANDBOX_PROXY" ]; then
@@ -78,5 +79,6 @@ if [ -n "$SANDBOX_PROXY" ]; then
     printf 'proxy=%s\nhttps-proxy=%s\n' "$SANDBOX_PROXY" "$SANDBOX_PROXY" \
       >/opt/node/lib/node_modules/npm/npmrc
 fi
+[ -z "$broker" ] || wait "$broker" || exit 1
 : >/run/sandbox-ready
 exec sleep infinity

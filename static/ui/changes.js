@@ -2,7 +2,7 @@
 
 import { api } from "./api.js";
 import { mountCopies } from "./copies.js";
-import { busy, drawn, h, problem, redraw } from "./dom.js";
+import { busy, drawn, h, problem, putAt, redraw } from "./dom.js";
 import { KINDS, carryOut, escapedPath, pathOf, riskOf, statusOf, visible } from "./effects.js";
 import { ago, count, named, size } from "./format.js";
 import { icon } from "./icons.js";
@@ -247,7 +247,7 @@ export function mount(root, context) {
       if (!turns.has(event.id)) turns.set(event.id, new Turn(screen, event.id));
       const turn = turns.get(event.id);
       drawn(() => turn.update(event, events), (why) => turn.report.replaceChildren(why));
-      if (list.children[index] !== turn.element) list.insertBefore(turn.element, list.children[index] ?? null);
+      putAt(list, index, turn.element);
     });
     const first = turns.get(wanted) ?? (wanted === undefined && turns.get(events.at(-1)?.id));
     if (first) {

@@ -2,7 +2,7 @@
 // beside the others, and the merge of one.
 
 import { api } from "./api.js";
-import { busy, drawn, h, problem, redraw, toast } from "./dom.js";
+import { busy, drawn, h, problem, putAt, redraw, toast } from "./dom.js";
 import { carryOut } from "./effects.js";
 import { changesAddress, changesText, tailOf } from "./format.js";
 import { icon } from "./icons.js";
@@ -102,7 +102,7 @@ export function mountCopies(context) {
       if (!cards.has(row.name)) cards.set(row.name, card(context, row.name));
       const { element, update } = cards.get(row.name);
       drawn(() => update(row), (why) => toast(why, "error"));
-      if (list.children[index] !== element) list.insertBefore(element, list.children[index] ?? null);
+      putAt(list, index, element);
     });
   };
   store.addEventListener("change", draw);

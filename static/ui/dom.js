@@ -21,6 +21,11 @@ export function redraw(element, ...children) {
   if (fresh.innerHTML !== element.innerHTML) element.replaceChildren(...fresh.childNodes);
 }
 
+/** Have a child at its index; one that is there already keeps the focus and a click amid it. */
+export function putAt(list, index, child) {
+  if (list.children[index] !== child) list.insertBefore(child, list.children[index] ?? null);
+}
+
 let said;
 
 /** Tell a screen reader. */

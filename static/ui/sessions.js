@@ -2,7 +2,7 @@
 
 import { api } from "./api.js";
 import { completeDirectories } from "./directory.js";
-import { $, drawn, h, problem, toast } from "./dom.js";
+import { $, drawn, h, problem, putAt, toast } from "./dom.js";
 import { ago, count, outcome, tailOf, working } from "./format.js";
 import { icon } from "./icons.js";
 import { networkChoice } from "./network.js";
@@ -38,6 +38,7 @@ export function mountList(root, { place }) {
     h("div", { class: "side-filter" }, filter), note, list,
     h("div", { class: "side-foot" },
       h("a", { class: "button quiet", href: "/preview" }, icon("grid"), "Mission control"),
+      h("a", { class: "button quiet", href: "#/usage" }, "Usage"),
       h("button", { class: "quiet", type: "button", onclick: logOut }, icon("out"), "Log out")));
 
   const cards = new Map();
@@ -58,7 +59,7 @@ export function mountList(root, { place }) {
       const item = cards.get(row.name);
       drawn(() => fill(item, row, row.name === name),
         (why) => ($(".doing", item).textContent = why));
-      if (list.children[index] !== item) list.insertBefore(item, list.children[index] ?? null);
+      putAt(list, index, item);
     });
   }
   store.addEventListener("change", draw);

@@ -2,7 +2,7 @@
 // this page says from which byte it wants to go on.
 
 import { api, pause } from "./api.js";
-import { $, busy, confirmed, h, problem, redraw, say, toast } from "./dom.js";
+import { $, busy, confirmed, h, problem, putAt, redraw, say, toast } from "./dom.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
 import { away, heard, note, notifyDesktop } from "./news.js";
@@ -429,7 +429,7 @@ export function mount(root, context) {
       view.tab.ariaSelected = String(view === current);
       view.tab.tabIndex = view === current ? 0 : -1;
       redraw(view.tab, view.rang ? "● " : "", labelOf(view, index));
-      if (tabs.children[index] !== view.tab) tabs.insertBefore(view.tab, tabs.children[index] ?? null);
+      putAt(tabs, index, view.tab);
     });
     tabs.hidden = closing.hidden = !current;
     const label = current ? `Close ${labelOf(current, views.indexOf(current))}` : "";

@@ -2,9 +2,9 @@
 
 from browser import Page
 from service import Service
-from test_browser import browser, fuzz, page, pytestmark
+from test_browser import fuzz, page, pytestmark
 
-__all__ = ["browser", "page", "pytestmark"]
+__all__ = ["page", "pytestmark"]
 
 
 def test_ten_thousand_mutated_streams(page: Page, service: Service) -> None:  # noqa: F811

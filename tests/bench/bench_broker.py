@@ -2,9 +2,10 @@
 
     .venv/bin/python tests/bench/bench_broker.py [-n 300]
 
-Needs openssl. The provider is a server with TLS on loopback, in a process of its own; a direct
-client keeps its connection, as agents do, and verifies the certificate. Pairs run A B A B …; a row
-is the median of the pairs' differences or quotients, with the ceiling that the project has set.
+What hidden keys cost a new session is in bench_network.py. Needs openssl. The provider is a server
+with TLS on loopback, in a process of its own; a direct client keeps its connection, as agents do,
+and verifies the certificate. Pairs run A B A B …; a row is the median of the pairs' differences or
+quotients, with the ceiling that the project has set.
 """
 
 import argparse
@@ -104,8 +105,8 @@ class Bench:
         row = {"url": f"https://{HOST}:{self.server_port}", "keys": {"placeholder": KEY},
                "status": 400, "counted": ["POST /v1"], "free": []}
         said = json.dumps({"do": "set", "providers": {"bench": row}, "ca": self.pem}) + "\n"
-        answer = subprocess.run([*self.program("broker.py"), "ask"], env=self.env, input=said,
-                                capture_output=True, text=True, check=True)
+        ask = [*self.program("../session/ask.py"), str(folder / "control")]
+        answer = subprocess.run(ask, input=said, capture_output=True, text=True, check=True)
         assert json.loads(answer.stdout) == {"ok": True}, answer.stdout
 
     def program(self, name: str) -> list[str]:

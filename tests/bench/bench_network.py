@@ -1,5 +1,5 @@
-"""What a network allowlist costs: each figure with its quartiles and the ceiling that the project
-has set itself.
+"""What a network allowlist and hidden keys cost: each figure with its quartiles and the ceiling
+that the project has set itself.
 
     .venv/bin/python tests/bench/bench_network.py [--runtime podman] [-n 20]
 
@@ -214,6 +214,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         starts = [(bench.created(), bench.created("--allow", "127.0.0.1"))
                   for _ in range(args.count + 1)][1:]
         fine = [show("a new session / with an allowlist", starts, lambda a, b: b / a, "x", 2)]
+        starts = [(bench.created("--allow", "127.0.0.1"),
+                   bench.created("--keys", "hidden", "-e", "ANTHROPIC_API_KEY=bench"))
+                  for _ in range(args.count)]
+        fine.append(show("with an allowlist / with hidden keys", starts, lambda a, b: b / a, "x",
+                         1.3))
         try:
             bench.open()
             rows = paired(bench, "download", MEGABYTES * 1_000_000, args.count)

@@ -1,0 +1,227 @@
+"""Sessions on other machines: a docker and a rootless podman behind a sshd, see elsewhere.py."""
+
+import http.client
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Engine, unique_name
+from elsewhere import HOSTS, Elsewhere, configure, elsewhere
+from service import Service, free_port, wait_for
+
+pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
+
+# The directory is one of the host.
+THERE = {"workspace": "mount", "hostPath": "/srv/project"}
+RUNS = {"big": {"host": "big", **THERE}, "lab": {"host": "lab", **THERE}}
+
+
+@pytest.fixture(scope="module")
+def machine(engine: Engine) -> Iterator[Elsewhere]:
+    with elsewhere(engine) as there:
+        there.start_podman()
+        there.machine.must("install", "-d", "-m777", "-o1234", "-g1234", "/srv/project")
+        yield there
+
+
+@pytest.fixture
+def there(machine: Elsewhere, home: Path, project: Path) -> Iterator[Elsewhere]:
+    configure(home, runs=RUNS)
+    yield machine
+    for host in HOSTS:
+        names = machine.sandbox("ps", "-q", "--on", host).stdout.split()
+        if names:
+            assert machine.sandbox("rm", "-f", *names).returncode == 0
+
+
+def kept(home: Path, name: str) -> list[str]:
+    return sorted(str(path.relative_to(home)) for path in home.rglob(f"*{name}*"))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_session_on_a_host(there: Elsewhere, home: Path, name: str, host: str) -> None:
+    """Everything that is done with a session, by its name and host."""
+    full = f"{name}@{host}"
+    made = there.sandbox("run", "-r", host, "-n", name, "-x", f"id -u; echo made >{host}")
+    assert (made.returncode, made.stdout) == (0, "1234\n" if host == "big" else "0\n"), made.stderr
+    assert there.machine.must("cat", f"/srv/project/{host}") == "made\n"
+    for options in (["-n", full], ["--on", host, "-n", name]):
+        again = there.sandbox("run", *options, "-x", f"cat {host}; exit 7")
+        assert (again.returncode, again.stdout) == (7, "made\n"), again.stderr
+    (row,) = json.loads(there.sandbox("ps", "--json", "--on", host).stdout)
+    assert (row["name"], row["host"], row["state"]) == (full, host, "running")
+    assert row in json.loads(there.sandbox("ps", "--json").stdout)
+    assert there.sandbox("ps", "-q", "--on", "").stdout.find(name) == -1
+    copied = there.sandbox("cp", f"{full}:{host}", str(home / "copied"))
+    assert (home / "copied").read_text() == "made\n", copied.stderr
+    for words in (["stop", full], ["start", full], ["recreate", full, "--memory", "200m"],
+                  ["rename", full, f"{name}-2"], ["stop", "--on", host, f"{name}-2"]):
+        done = there.sandbox(*words)
+        assert done.returncode == 0, done.stderr
+    assert not [path for path in kept(home, name) if not path.startswith(f"@{host}/")]
+    removed = there.sandbox("rm", f"{name}-2@{host}")
+    assert (removed.returncode, removed.stdout) == (0, f"{name}-2@{host}\n"), removed.stderr
+    assert kept(home, name) == []
+
+
+def test_what_is_kept_of_a_session_is_its_hosts(there: Elsewhere, home: Path, name: str,
+                                                engine: Engine, project: Path) -> None:
+    """The session here, and those of the same name elsewhere, know nothing of each other."""
+    assert there.sandbox("run", "-n", name, "-x", "true", "--rt", "docker").returncode == 0
+    job = home / "jobs" / name / "job"
+    job.mkdir(parents=True)
+    (home / "sessions").mkdir(exist_ok=True)
+    (home / "sessions" / f"{name}.json").write_text('{"env": {"KEPT": "1"}}')
+    before = kept(home, name)
+    # As a host of the key, and as one that the environment means.
+    ways: list[tuple[list[str], dict[str, str]]] = [
+        (["-r", "big"], {}), (["--hp", "/srv/project"], {"DOCKER_HOST": "ssh://root@big"}),
+        (["--hp", "/srv/project"], {"DOCKER_CONTEXT": "big"})]
+    for options, env in ways:
+        if env:
+            configure(home, workspace="mount")
+        made = there.sandbox("run", "-n", name, *options, "-x", "echo $KEPT", env=env)
+        assert (made.returncode, made.stdout) == (0, "\n"), made.stderr
+        where = f"{name}@big" if not env else name
+        again = there.sandbox("run", "-n", where, *options, "-x", "echo again", env=env)
+        assert (again.stdout, again.stderr) == ("again\n", "")
+        removed = there.sandbox("rm", where, env=env)
+        assert removed.returncode == 0, removed.stderr
+        assert kept(home, name) == before
+    # An earlier version has kept by its name what is of the session elsewhere.
+    there.sandbox("run", "-n", name, *options, "-x", "true", env=env)
+    for folder, file in (("known", f"docker-{name}.json"), ("sessions", f"{name}.json")):
+        (home / folder / file).rename(home / f"here-{folder}")
+    (home / "@big" / "known" / f"docker-{name}.json").rename(home / "known" / f"docker-{name}.json")
+    (home / "sessions" / f"{name}.json").write_text('{"env": {"KEPT": "there"}}')
+    moved = there.sandbox("run", "-n", name, *options, "-x", "echo $KEPT", env=env)
+    assert (moved.stdout, kept(home / "known", name)) == ("there\n", []), moved.stderr
+    for folder, file in (("known", f"docker-{name}.json"), ("sessions", f"{name}.json")):
+        (home / f"here-{folder}").rename(home / folder / file)
+    here = there.sandbox("run", "-n", name, "--rt", "docker", "-x", "echo $KEPT")
+    assert (here.stdout, here.stderr) == ("1\n", "")
+
+
+def test_a_mount_of_files_of_this_machine_is_refused(there: Elsewhere, home: Path, name: str,
+                                                     project: Path) -> None:
+    """Also where the server has the path, and without `hosts`: it has other files there."""
+    there.machine.must("mkdir", "-p", str(project))
+    for options, env in ((["--on", "big"], {}), (["--on", "lab"], {}),
+                         ([], {"DOCKER_HOST": "ssh://root@big", "SANDBOX_RUNTIME": "docker"}),
+                         ([], {"DOCKER_CONTEXT": "big", "SANDBOX_RUNTIME": "docker"}),
+                         ([], {"CONTAINER_CONNECTION": "lab", "SANDBOX_RUNTIME": "podman"})):
+        done = there.sandbox("run", *options, "-n", name, "-x", "touch wrong", env=env)
+        assert done.returncode == 125
+        assert f"the directory {project} is on this machine" in done.stderr, done.stderr
+        assert '"workspace": "mount"' in done.stderr and "--copy" in done.stderr
+        assert there.sandbox("ps", "-q", "--on", "big").stdout == ""
+    assert there.machine.must("ls", str(project)) == ""
+
+
+@pytest.mark.parametrize("words, said", [
+    (["run", "-r", "big", "--hp", "/nowhere", "-x", "true"], "make the directory on big"),
+    (["ps", "--on", "bgi"], "there is no host 'bgi' (did you mean big?)"),
+    (["rm", "some@nowhere"], "there is no host 'nowhere'"),
+    (["stop", "--on", "big", "some@lab"], "--on big does not go together with some@lab"),
+    (["ps", "--on", "lab", "--rt", "docker"], "leave --rt out"),
+    (["ps", "--on", "lost"], "correct hosts.lost in "),
+    (["ps", "--on", "gone"], "correct hosts.gone in "),
+    (["ps", "--on", "typo"], "hosts.typo.contxt: unknown (did you mean context?)"),
+    (["ps", "--on", "bare"], "give it context"),
+    (["ps", "--on", "portless"], "ssh://USER@HOST:22"),
+    (["run", "-r", "big", "--iv", "9.9-none", "-x", "true"], "sandbox build --on big"),
+    (["run", "-r", "big", "-p", "80:80/udp", "-x", "true"], "ssh brings no UDP here"),
+    (["build", "--on", "big", "--push"], "name one: --in REGISTRY/NAME"),
+], ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def test_a_mistake_is_said_with_its_remedy(there: Elsewhere, home: Path, words: list[str],
+                                           said: str) -> None:
+    more = {"lost": {"runtime": "docker", "context": "lost"},
+            "gone": {"runtime": "podman", "connection": "gone"},
+            "typo": {"runtime": "docker", "contxt": "big"}, "bare": {"runtime": "docker"},
+            "portless": {"runtime": "podman", "connection": "portless"}}
+    configure(home, hosts={**HOSTS, **more})
+    options = [] if "run" not in words else ["-n", unique_name()]
+    done = there.sandbox(words[0], *options, *words[1:])
+    assert done.returncode in (1, 2, 125) and said in done.stderr, done.stderr
+    assert done.stderr.count("sandbox: ") == 1
+
+
+def test_a_host_that_does_not_answer_is_one_line(there: Elsewhere, home: Path, name: str,
+                                                 engine: Engine) -> None:
+    """Its packets are lost: a client would wait for ever. The list of the others is whole."""
+    there.sandbox("run", "-r", "lab", "-n", name, "-x", "true")
+    configure(home, runs=RUNS, hosts={**HOSTS, "far": {"runtime": "docker", "context": "far"}})
+    with there.silent("far"):
+        listed = there.sandbox("ps")
+        assert (listed.returncode, f"{name}@lab" in listed.stdout) == (1, True), listed.stderr
+        (line,) = listed.stderr.splitlines()
+        assert line.startswith("sandbox: far did not answer: ")
+        service = Service(engine, env=there.environ)
+        rows = {row["name"]: row for row in service.get("/api/sessions").json}
+        assert rows["@far"]["state"] == "unreachable" and "far did not" in rows["@far"]["why"]
+        assert rows[f"{name}@lab"]["host"] == "lab"
+        assert service.get(f"/api/sessions/{name}%40lab").json["state"] == "running"
+        service.end()
+
+
+def test_a_cut_connection_is_no_end(there: Elsewhere, name: str, engine: Engine) -> None:
+    """Also with a plain DOCKER_HOST. What ran goes on."""
+    assert there.sandbox("run", "-r", "big", "-n", name, "-x", "true").returncode == 0
+    marks = "98701"
+    ways: list[tuple[str, dict[str, str]]] = [
+        (f"{name}@big", {}), (name, {"DOCKER_HOST": "ssh://root@big"})]
+    for full, env in ways:
+        run = engine.popen("run", "-n", full, "-x", f"echo began; exec sleep {marks}",
+                           env=there.environ | env)
+        assert run.stdout and run.stdout.readline() == "began\n"
+        there.cut()
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 125, err
+        assert "was cut, and what ran in" in err and "sandbox run -n" in err
+        shown = there.sandbox("run", "-n", full, "-x", "ps", env=env)
+        assert f"sleep {marks}" in shown.stdout, shown.stderr
+    failed = there.sandbox("run", "-n", f"{name}@big", "-x", "exit 1")
+    assert (failed.returncode, failed.stderr) == (1, "")
+
+
+def test_a_port_reaches_this_machine(there: Elsewhere, name: str, engine: Engine) -> None:
+    """As long as a run of its session lives; another one says how."""
+    port = free_port()
+    serve = ("mkdir -p /tmp/w; echo hello >/tmp/w/index.html; "
+             "exec busybox httpd -f -p 8080 -h /tmp/w")
+    run = engine.popen("run", "-r", "big", "-n", name, "-p", f"{port}:8080", "-x", serve,
+                       env=there.environ)
+
+    def answer() -> bytes:
+        try:
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            client.request("GET", "/")
+            return client.getresponse().read()
+        except OSError:
+            return b""
+
+    assert wait_for(answer) == b"hello\n"
+    other = there.sandbox("run", "-n", f"{name}@big", "-x", "true")
+    assert f"127.0.0.1:{port}:127.0.0.1:{port} ssh://root@big" in other.stderr
+    run.send_signal(signal.SIGTERM)
+    run.wait(60)
+    assert wait_for(lambda: not answer())
+
+
+def test_the_doctor_looks_at_the_host(there: Elsewhere) -> None:
+    for host, root in (("big", "rootful"), ("lab", "rootless")):
+        done = there.sandbox("doctor", "--on", host, "--json")
+        found = {check["check"]: check for check in json.loads(done.stdout)}
+        assert found["permission"]["detail"] == root
+        assert found["disk"]["detail"].endswith(f"GB free on {host}")
+        assert found["clock"]["status"] == found["image"]["status"] == "ok"
+
+
+def test_a_list_is_one_call_for_each_host(there: Elsewhere, home: Path) -> None:
+    """However many sessions there are, and nothing is imported for it where no host is named."""
+    done = there.sandbox("ps", "-q", env={"SANDBOX_TRACE": "1"})
+    calls = [line for line in done.stderr.splitlines() if line.startswith("+ ")]
+    assert sorted(" ".join(call.split()[:4]) for call in calls) == [
+        "+ docker --context big", "+ docker ps -a", "+ podman --connection lab"], calls
