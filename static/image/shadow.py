@@ -513,6 +513,8 @@ class Pack:
         for job in self.jobs:
             self.write(job.result())
         self.write(compressed(self.waiting))
+        if self.pool:
+            self.pool.shutdown()  # for the next walk may fork
         if not self.rows:
             return
         with self.file as file:
