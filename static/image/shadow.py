@@ -719,8 +719,9 @@ class Walk:
         try:
             with open(self.store.at(f"cache-{self.label}"), "rb") as file:
                 mark, start = file.readline(), file.tell()
-                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[start:]
-        except (FileNotFoundError, ValueError):
+                whole = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+                data = memoryview(whole)[start:]
+        except (OSError, ValueError):
             return {}
         return marshal.loads(data) if mark == self.mark(data) else {}
 
