@@ -748,7 +748,9 @@ class Walk:
         return b"3 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
     def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> None:
-        rows, folders = list[Row](), dict[str, int]()
+        rows: list[Row] = []  # to call list[Row] takes as long as to look at a file
+        folders: dict[str, int] = {}
+        inner: dict[str, str] = {}
         for entry in os.scandir(fd):
             try:
                 st = entry.stat(follow_symlinks=False)
@@ -774,7 +776,7 @@ class Walk:
             rows = [kept for row in rows if (kept := row if before.get(row[0]) == row else
                                              self.file(fd, path, row, row[0] in before, git))]
             now = marshal.dumps(rows, 2)
-        mode, inner = stat.S_IMODE(mode), dict[str, str]()
+        mode = stat.S_IMODE(mode)
         if not folders and mode == old_mode and path not in self.edits:
             self.folders[path] = known
             return
