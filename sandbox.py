@@ -1640,6 +1640,7 @@ class Engine:
         self.asked: Output | None = None
         self.client = [*client] or [self.name]
         self.host = host or place_name(self.place())
+        self.serves = False  # whether its service is told by a file of its own, see Podman
 
     def place(self) -> str:
         """The address, or a name of it, of the other machine that our environment means; or ''."""
@@ -1648,7 +1649,7 @@ class Engine:
     @property
     def shares_files(self) -> bool:
         """Whether a path is the same file for the engine as for us."""
-        return not self.host
+        return not (self.host or self.serves)
 
     def ssh_words(self) -> list[str]:
         """How ssh is told to reach its host; [] where the client does so in another way."""
@@ -2117,8 +2118,9 @@ class Podman(Engine):
     def place(self) -> str:
         if address := os.environ.get("CONTAINER_HOST"):
             return "" if is_here(address) else address
-        # On macOS it is the machine, which shares the person's files.
-        return os.environ.get("CONTAINER_CONNECTION", "") if sys.platform != "darwin" else ""
+        name = os.environ.get("CONTAINER_CONNECTION", "")
+        # The machine of macOS shares the person's files.
+        return "" if name.startswith("podman-machine") else name
 
     def ssh_words(self) -> list[str]:
         place = self.client[2] if self.is_named else self.place()
@@ -2132,6 +2134,8 @@ class Podman(Engine):
 
     def is_rootless(self, fact: str) -> bool:
         if fact == "remote":
+            # On macOS it is the machine, which shares the person's files.
+            self.serves = not os.environ.get("CONTAINER_HOST") and sys.platform != "darwin"
             return self.ask(self.argv("rootless")).strip() == "true"
         return os.getuid() != 0
 

@@ -64,9 +64,10 @@ def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
         mounts = mounts[1:]
     if mounts and not (config.get("workspace") == "mount" and config.is_given("workspace")):
         what = "directory" if mounts[0] == spec["directory"] else "mounted path"
-        raise SandboxError(f"the {what} {mounts[0]} is on this machine, and {engine.host} is "
+        there = engine.host or f"the service of {engine.name}"
+        raise SandboxError(f"the {what} {mounts[0]} is on this machine, and {there} is on "
                            "another one", '"workspace": "mount" in the profile says that the '
-                           f"path is meant on {engine.host}; or work on a copy: --copy", 125)
+                           "path is meant there; or work on a copy: --copy", 125)
     check_ports(engine, spec["ports"])
     if spec.get("workspace") == "copy":
         return dict(spec), sandbox.container_user(rootless)

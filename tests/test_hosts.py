@@ -107,10 +107,15 @@ def test_a_mount_of_files_of_this_machine_is_refused(there: Elsewhere, home: Pat
                                                      project: Path) -> None:
     """Also where the server has the path, and without `hosts`: it has other files there."""
     there.machine.must("mkdir", "-p", str(project))
+    served = home / "containers.conf"
+    text = Path(there.environ["CONTAINERS_CONF"]).read_text()
+    active = "[engine]\nremote = true\nactive_service = \"lab\""
+    served.write_text(text.replace("[engine]", active, 1))
     for options, env in ((["--on", "big"], {}), (["--on", "lab"], {}),
                          ([], {"DOCKER_HOST": "ssh://root@big", "SANDBOX_RUNTIME": "docker"}),
                          ([], {"DOCKER_CONTEXT": "big", "SANDBOX_RUNTIME": "docker"}),
-                         ([], {"CONTAINER_CONNECTION": "lab", "SANDBOX_RUNTIME": "podman"})):
+                         ([], {"CONTAINER_CONNECTION": "lab", "SANDBOX_RUNTIME": "podman"}),
+                         ([], {"CONTAINERS_CONF": str(served), "SANDBOX_RUNTIME": "podman"})):
         done = there.sandbox("run", *options, "-n", name, "-x", "touch wrong", env=env)
         assert done.returncode == 125
         assert f"the directory {project} is on this machine" in done.stderr, done.stderr
