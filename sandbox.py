@@ -3706,6 +3706,7 @@ def session_row(engine: Engine, row: Mapping[str, Any], proxies: Container[str])
         "name": row["name"], "state": row["state"], "ports": [],
         **{label[8:]: labels.get(label, "") for label in PS_LABELS},
         "workspace": labels.get("sandbox.workspace") or WORKSPACES[0],
+        "keys": labels.get("sandbox.keys") or KEYS_ARE[0],
         "image": row["image"], "created": row["created"],
         "runtime": engine.name, "host": engine.host}
     if (result["network"] == "allow" and row["state"] == "running"

@@ -286,7 +286,7 @@ def days_of(data: Any) -> dict[str, Any]:
     """
     try:
         return {sandbox.one_line(day)[:10]: {
-                    "seconds": float(row["seconds"]),
+                    "seconds": float(an_amount(row["seconds"])),
                     "models": {sandbox.one_line(model)[:100]: counts_of(counts)
                                for model, counts in row["models"].items()}}
                 for day, row in data["days"].items()}
@@ -296,8 +296,15 @@ def days_of(data: Any) -> dict[str, Any]:
 
 def counts_of(row: Any) -> dict[str, Any]:
     *counts, usd = row
-    return {**dict(zip(COUNTS, map(int, counts), strict=True)),
-            "usd": None if usd is None else float(usd)}
+    return {**dict(zip(COUNTS, (int(an_amount(count)) for count in counts), strict=True)),
+            "usd": None if usd is None else float(an_amount(usd))}
+
+
+def an_amount(value: Any) -> Any:
+    """What can be counted with, and sums of it, too. Raises ValueError."""
+    if type(value) not in (int, float) or not 0 <= value < 1e15:
+        raise ValueError("this is no amount")
+    return value
 
 
 def spent_of(days: Mapping[str, Any], per: str) -> dict[str, float]:
@@ -328,9 +335,10 @@ def use_of(session: Session, asked: Output) -> dict[str, Any]:
         days = {} if status else days_of(read_counts(out))
         budget = sandbox.session_config(session).get("budget") or {}
     except ValueError:
-        return {"name": session.name, "error": f"the counts of {session.name} cannot be read"}
-    except SandboxError as error:
-        return {"name": session.name, "error": error.message}
+        error = f"the counts of {session.name} cannot be read; sandbox recreate begins anew"
+        return {"name": session.name, "error": error}
+    except SandboxError as failure:
+        return {"name": session.name, "error": failure.message}
     spent = spent_of(days, budget.get("per", "session"))
     unpriced = {model for row in days.values() for model, counts in row["models"].items()
                 if counts["usd"] is None}
@@ -344,7 +352,7 @@ def used_by(engine: Engine, session: Session) -> dict[str, Any]:
     """What one session has used. Raises SandboxError."""
     (entry,) = used(engine, [session])
     if error := entry.get("error"):
-        raise SandboxError(error, f"look at the session: sandbox net log {session.name}")
+        raise SandboxError(error)
     return entry
 
 
@@ -357,7 +365,7 @@ def take_counts(engine: Engine, old: Session, new: Session) -> None:
         try:
             days_of(data := read_counts(out))
         except ValueError:
-            sandbox.say(f"the counts of {new.name} cannot be read: it counts from nothing")
+            sandbox.say(f"the counts of {new.name} could not be read, and begin anew")
         else:
             ask(engine, new, {"do": "set", "days": data["days"]})
 

@@ -898,7 +898,7 @@ def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, servi
     page.see("Not saved yet", ".settings")
     page.dialog_answer = False
     page.call("Page.reload")
-    wait_for(lambda: page.settle() or page.dialogs)
+    wait_for(lambda: page.eval("true") and page.dialogs)
     assert page.dialogs == ["beforeunload"]
     typed = page.eval(f"document.querySelector({json.dumps(template)}).value")
     assert typed == "echo {prompt} not saved"

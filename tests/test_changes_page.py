@@ -325,7 +325,10 @@ def test_it_can_be_read_everywhere(page: Page, service: Service, session: str,
                      ".every((e) => e.scrollWidth <= e.clientWidth)")
     page.click(f".change[data-turn='{id}'] {ACT}")
     page.wait("document.querySelector('dialog')")
-    assert page.eval("document.querySelector('dialog').getBoundingClientRect().right <= innerWidth")
+    box = "document.querySelector('dialog').getBoundingClientRect()"
+    assert page.eval(f"0 < {box}.left && {box}.right < innerWidth")
+    shown = ".turn-line:has(+ .row button:first-child:not([hidden]))"
+    assert page.eval(f"document.querySelector('{shown}').offsetWidth >= 240")
     page.press("Escape")
     page.wait("!document.querySelector('dialog')")
     assert page.eval(CONTRAST) == []

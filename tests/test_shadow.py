@@ -5,6 +5,7 @@ Nothing of a workspace may ever run: every tree is full of configurations that w
 """
 
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -412,6 +413,19 @@ def test_a_patch_is_bounded(workspace: Workspace) -> None:
     assert [found[name]["truncated"] for name in "abc"] == [False, True, True]
     assert [found[name]["added"] for name in "abc"] == [500_000, 500_000, 1]
     assert "patch" in rows(workspace.call("diff", turn="t1", paths=["c"], patch=True))["c"]
+    workspace.git(f"--git-dir={workspace.store}/git", "fsck", "--full", "--strict")
+
+
+def test_git_finds_what_lies_far_behind_in_a_pack(workspace: Workspace) -> None:
+    """Where the numbers of an index have not bits enough, it has a table of larger ones."""
+    pack = shadow.Pack(shadow.Store(str(workspace.store)))
+    far = [12, (1 << 31) - 1, 1 << 31, 7 << 31, 5 << 31]
+    pack.rows = [(os.urandom(32), at, offset) for at, offset in enumerate(far)]
+    index = pack.index() + bytes(32)
+    shown = subprocess.run(["git", "show-index", "--object-format=sha256"], capture_output=True,
+                           input=index + hashlib.sha256(index).digest(), check=True).stdout
+    assert shown.decode().splitlines() == [
+        f"{offset} {name.hex()} ({checksum:08x})" for name, checksum, offset in sorted(pack.rows)]
 
 
 RISKY = [
@@ -527,7 +541,7 @@ finally:
 
 
 def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
-    """No file of it is opened, and git is not asked either."""
+    """No file of it is opened, git is not asked, and nothing is written for the disk to keep."""
     workspace.write({"a": "1", "b/c": "2"})
     trace = workspace.area / "trace"
     argv = workspace.argv("snapshot", {})
@@ -538,6 +552,7 @@ def test_an_unchanged_tree_is_not_read_again(workspace: Workspace) -> None:
         assert "open 'b'\n" in text
         assert ("open 'a'\n" in text, "open 'c'\n" in text) == (opened, opened)
         assert ("subprocess.Popen" in text) == opened
+        assert ("state.json.tmp" in text) == opened
 
 
 @pytest.mark.parametrize("shared", [0, 500])
@@ -1144,11 +1159,12 @@ def test_a_directory_of_many_files_is_no_slower_than_many_directories(workspace:
     """What git does with a tree must not cost the square of its entries."""
     (workspace.top / "all").mkdir()
     for at in range(30_000):
-        (workspace.top / "all" / f"file{at}").touch()
+        (workspace.top / "all" / f"file{at}").write_text(f"{at}")
     workspace.call("snapshot")  # ends within the time that call() gives
     with workspace.turn():
         (workspace.top / "all" / "file7").write_text("x")
     assert [*rows(workspace.call("diff", turn="t1"))] == ["all/file7"]
+    workspace.git(f"--git-dir={workspace.store}/git", "fsck", "--full", "--strict")
 
 
 def test_a_copy_with_a_repository_of_its_own_is_merged_into_a_linked_worktree(

@@ -39,6 +39,7 @@ import functools
 import gc
 import json
 import marshal
+import mmap
 import os
 import re
 import stat
@@ -63,7 +64,7 @@ FILE, LINK, DIR, NOTE = "file", "link", "dir", "note"
 KINDS = {b"100644": FILE, b"100755": FILE, b"120000": LINK, b"40000": DIR}
 MARKS = "=", ":m=", ":s="
 PIPE, DEVNULL = -1, -3  # subprocess's
-S_IFMT = 0o170000
+S_IFMT, S_IFDIR = 0o170000, 0o40000
 PACKED = {b"tree": 2, b"blob": 3}
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CONFIG = """\
@@ -562,7 +563,8 @@ class Pack:
         names, sums, offsets = zip(*sorted(self.rows), strict=True)
         firsts = [name[0] for name in names]
         far = [offset for offset in offsets if offset >> 31]
-        near = [offset if offset < 1 << 31 else 1 << 31 | far.index(offset) for offset in offsets]
+        places = {offset: 1 << 31 | at for at, offset in enumerate(far)}
+        near = [places.get(offset, offset) for offset in offsets]
         numbers = (number.to_bytes(4) for number in (*sums, *near))
         return b"".join((b"\377tOc", (2).to_bytes(4),
                          *(bisect(firsts, first).to_bytes(4) for first in range(256)), *names,
@@ -740,8 +742,9 @@ class Walk:
         """Empty where there is none, where it is not of the last snapshot, or damaged."""
         try:
             with open(self.store.at(f"cache-{self.label}"), "rb") as file:
-                mark, data = file.readline(), file.read()
-        except FileNotFoundError:
+                mark, start = file.readline(), file.tell()
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[start:]
+        except (FileNotFoundError, ValueError):
             return {}
         return marshal.loads(data) if mark == self.mark(data) else {}
 
@@ -762,28 +765,28 @@ class Walk:
         for stored in names(name):
             self.edit(folder).pop(stored, None)
 
-    def mark(self, data: bytes) -> bytes:
+    def mark(self, data: bytes | memoryview) -> bytes:
         """What a cache begins with: its format and interpreter, a check, the tree it is of."""
         tree = self.store.state["last"].get(self.label)
         return b"3 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
     def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> None:
         rows, folders = list[Row](), dict[str, int]()
-        with os.scandir(fd) as found:
-            for entry in found:
-                try:
-                    st = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                except OSError:
-                    rows.append((entry.name,))
-                    continue
-                if st.st_mode & S_IFMT == stat.S_IFDIR:
-                    folders[entry.name] = st.st_mode
-                else:  # as row_of has it
-                    rows.append((entry.name, st.st_mode, st.st_size, st.st_mtime_ns,
-                                 st.st_ctime_ns, st.st_ino))
-        seen, old, old_mode, tree = self.cache.get(path, NO_FOLDER)
+        for entry in os.scandir(fd):
+            try:
+                st = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                rows.append((entry.name,))
+                continue
+            what = st.st_mode
+            if what & S_IFMT == S_IFDIR:
+                folders[entry.name] = what
+            else:  # as row_of has it
+                rows.append((entry.name, what, st.st_size, st.st_mtime_ns, st.st_ctime_ns,
+                             st.st_ino))
+        known = seen, old, old_mode, tree = self.cache.get(path, NO_FOLDER)
         prefix, now = f"{path}/" if path else "", marshal.dumps(rows, 2)
         if not (git or self.rules.frozen):
             self.freeze(fd, prefix, [row[0] for row in rows])
@@ -794,18 +797,20 @@ class Walk:
             rows = [kept for row in rows if (kept := row if before.get(row[0]) == row else
                                              self.file(fd, path, row, row[0] in before, git))]
             now = marshal.dumps(rows, 2)
-        inner = dict[str, str]()
+        mode, inner = stat.S_IMODE(mode), dict[str, str]()
+        if not folders and mode == old_mode and path not in self.edits:
+            self.folders[path] = known
+            return
         ignored = {name for name, said in old.items() if said.startswith("ignored")}
         unknown = [name for name in folders if name != ".git" and old.get(name) != ""]
         if not git and unknown:
             ignored |= self.rules.ignored(path, [*{*unknown} - ignored], True)
         for name, folder_mode in sorted(folders.items(),
                                         key=lambda item: prefix + item[0] in self.shared):
-            what = self.enter(fd, path, name, folder_mode, depth, git, name in ignored,
+            said = self.enter(fd, path, name, folder_mode, depth, git, name in ignored,
                               old.get(name))
-            if what is not None:
-                inner[name] = what
-        mode = stat.S_IMODE(mode)
+            if said is not None:
+                inner[name] = said
         if mode != old_mode:
             self.put(path, ":dir", b"%o" % mode)
         if path in self.edits:

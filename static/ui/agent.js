@@ -3,7 +3,7 @@
 import { api, follow } from "./api.js";
 import { drawn, h, problem, redraw, say, stickyScroll } from "./dom.js";
 import { AgentStream } from "./events.js";
-import { canBePrompted, duration } from "./format.js";
+import { canBePrompted, dollars, duration, grouped } from "./format.js";
 import { icon } from "./icons.js";
 import { JobFoot, composer, stoppedNotice } from "./jobs.js";
 import { render } from "./markdown.js";
@@ -110,11 +110,10 @@ const VIEWS = {
 
 /** What a turn has cost. */
 export function summaryText({ cost, tokens, turns, milliseconds }) {
-  const number = (value) => value.toLocaleString("en");
   return [
-    tokens.in || tokens.out ? `${number(tokens.in)} tokens in, ${number(tokens.out)} out` : null,
-    tokens.cached ? `${number(tokens.cached)} cached` : null,
-    cost ? `$${cost < 0.01 ? cost.toFixed(5) : cost.toFixed(2)}` : null,
+    tokens.in || tokens.out ? `${grouped(tokens.in)} tokens in, ${grouped(tokens.out)} out` : null,
+    tokens.cached ? `${grouped(tokens.cached)} cached` : null,
+    cost ? dollars(cost) : null,
     turns > 1 ? `${turns} turns` : null,
     milliseconds ? `agent's time ${duration(milliseconds)}` : null,
   ].filter(Boolean).join(" · ");

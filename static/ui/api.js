@@ -1,6 +1,6 @@
 // The web service, as the README describes it under "Web service API".
 
-import { changes, decision, detail, diff, job, news, outcomeOf, profiles, row, shown, users }
+import { allUsage, changes, decision, detail, diff, job, news, outcomeOf, profiles, row, shown, usage, users }
   from "./typed.js";
 
 export class ApiError extends Error {
@@ -74,6 +74,8 @@ export const api = {
   act: (name, action, data) => call("POST", path("sessions", name, action), data),
   settings: (name) => call("GET", path("sessions", name, "settings")),
   saveSettings: (name, changes) => call("PUT", path("sessions", name, "settings"), changes),
+  usage: async (name) => usage(await call("GET", path("sessions", name, "usage"))),
+  allUsage: async () => allUsage(await call("GET", path("usage"))),
   network: (name) => call("GET", path("sessions", name, "network")),
   changeNetwork: (name, rules) => call("POST", path("sessions", name, "network"), rules),
   decisionsAddress: (name) => path("sessions", name, "network", "events"),

@@ -31,6 +31,11 @@ const ruleFor = (host, port) => bracketed(host) + ([443, 80].includes(port) ? ""
 
 const BEYOND_RULES = ["rules", "host", "tls"]; // kinds of refusal that no further rule takes back
 
+// Kinds of refusal of the broker, whose rule is that of what it lets through: no rule of a host changes them.
+const BROKER_KINDS = ["key", "path", "budget", "turn", "upstream"];
+const BROKER_RULE = "keys";
+const isBrokers = ({ host, rule, kind }) => BROKER_KINDS.includes(kind) || (rule === BROKER_RULE && host !== BROKER_RULE);
+
 /** The rule that lets a refused host through, "" where there is none, or another has to go first. */
 function remedy({ host, port, rule, kind, address }) {
   if (host === OTHERS || BEYOND_RULES.includes(kind)) return "";
@@ -40,11 +45,13 @@ function remedy({ host, port, rule, kind, address }) {
 
 /** A host and port, with what was decided about it. */
 class Row {
-  constructor(decision, change) {
+  constructor(name, decision, change) {
+    this.name = name;
     this.counts = { allow: 0, deny: 0 };
     this.counted = {}; // when the last one was decided that a count from the proxy has in it
     const { host, port } = decision;
-    this.label = host === OTHERS ? "other hosts" : `${bracketed(host)}:${port}`;
+    this.brokers = isBrokers(decision);
+    this.label = host === OTHERS ? "other hosts" : `${bracketed(host)}:${port}${this.brokers ? " with its key" : ""}`;
     this.change = change;
     this.last = decision;
     this.take(decision);
@@ -63,8 +70,9 @@ class Row {
         this.draw();
       }).then(() => event.detail || this.button.focus());
     } });
+    this.budget = h("a", { class: "button small", href: `#/s/${encodeURIComponent(this.name)}/settings` }, "Budget");
     this.element = h("li", {}, h("div", { class: "what" },
-      h("h3", { class: "mono" }, this.label), h("p", { class: "facts" }, this.chip, this.facts), this.why), this.button);
+      h("h3", { class: "mono" }, this.label), h("p", { class: "facts" }, this.chip, this.facts), this.why), this.budget, this.button);
   }
 
   take(decision) {
@@ -89,6 +97,7 @@ class Row {
   }
 
   rule() {
+    if (this.brokers) return "";
     if (this.verdict === "deny" && !this.changed) return remedy(this.last);
     return this.last.host === OTHERS ? "" : ruleFor(this.last.host, this.last.port);
   }
@@ -104,7 +113,8 @@ class Row {
       this.refused && this.refused < this.count && `refused ${this.refused}`, `last ${ago(time)}`].filter(Boolean).join(", "));
     this.facts.title = this.when ||= new Date(time).toLocaleString();
     put(this.why, this.changed ? `${denied ? "Refused" : "Allowed"} from the next connection on`
-      : verdict === "deny" ? [reason, rule].filter(Boolean).join(": ") : `by the rule ${rule}`);
+      : verdict === "deny" ? [reason, rule].filter(Boolean).join(": ") : this.brokers ? "by the broker, which has the key" : `by the rule ${rule}`);
+    this.budget.hidden = this.last.kind !== "budget";
     put(this.button, denied ? "Allow" : "Deny");
     this.button.title = `${denied ? "Allow" : "Deny"} ${this.rule()}`;
     this.button.setAttribute("aria-label", `${denied ? "Allow" : "Deny"} ${this.label}`);
@@ -200,12 +210,12 @@ function decisionList(name, { change, live }) {
   function take(decision) {
     if (floor && decision.time <= floor) return; // it was here before the connection broke
     if (decision.time > latest) latest = decision.time;
-    const key = `${decision.host} ${decision.port}`;
+    const key = `${decision.host} ${decision.port} ${isBrokers(decision)}`;
     const row = rows.get(key);
     const known = row?.last.verdict === "deny";
     row?.take(decision);
     rows.delete(key);
-    rows.set(key, row ?? new Row(decision, change));
+    rows.set(key, row ?? new Row(name, decision, change));
     if (decision.verdict === "deny" && !known && Date.parse(decision.time) > opened) announce.add(rows.get(key).label);
     for (const [old, { element }] of rows) {
       if (rows.size <= SHOWN_HOSTS) break;
@@ -282,14 +292,20 @@ function cutNotice(name) {
     }) }, icon("again"), "Connect again"));
 }
 
-function mountOther(root, { name, session: { network } }) {
+function mountOther(root, context) {
+  const { name, session: { network, keys } } = context;
+  const decisions = keys === "hidden" && decisionList(name, { live: () => context.session.state === "running" });
   root.append(h("div", { class: "scroll" }, h("div", { class: "network" },
     h("p", {}, Object.hasOwn(KINDS, network) ? KINDS[network]
       : `This session's network is ${network}.`),
     h("p", {}, "With an allowlist it reaches the hosts that you name and nothing else, and this page shows what it asks for. "
       + "Choose one in the ", h("a", { href: `#/s/${encodeURIComponent(name)}/settings` }, "settings"),
-      ": the container has to be created again for it."))));
-  return {};
+      ": the container has to be created again for it."),
+    decisions && [h("p", {}, "Of what goes to models with its hidden keys, this is what the broker has let through and refused."),
+      decisions.element])));
+  if (!decisions) return {};
+  decisions.listen();
+  return { changed: decisions.listen, unmount: decisions.end };
 }
 
 function mountList(root, context) {

@@ -28,6 +28,14 @@ export function size(bytes) {
   return `${(bytes / { kB: 1e3, MB: 1e6, GB: 1e9 }[unit]).toFixed(1)} ${unit}`;
 }
 
+export const grouped = (number) => number.toLocaleString("en", { maximumFractionDigits: 1 });
+
+export const dollars = (usd) => `$${usd > 0 && usd < 0.01 ? usd.toFixed(5) : usd.toFixed(2)}`;
+
+/** The tokens of a model's counts that a budget is for: not those read from a cache. */
+export const tokensOf = ({ input = 0, output = 0, written = 0, written_long = 0 }) =>
+  input + output + written + written_long;
+
 export const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
 
 /** A job's state as { text, tone }; tone is a class: run, good, bad or off. */
@@ -61,6 +69,15 @@ export const tailOf = (path) => path.replace(/\/+$/, "").split("/").pop() || pat
 export const changesText = ({ files, added, deleted, risky } = {}) => !files ? ""
   : [`${count(files, "file")} +${added ?? 0} −${deleted ?? 0}`, risky && count(risky, "warning")]
     .filter(Boolean).join(", ");
+
+/** What was used in words: of a model without a price tokens only. */
+export function usageText({ days = [] }) {
+  const models = days.flatMap((day) => day.models ?? []);
+  const priced = models.filter(({ usd }) => usd !== undefined);
+  const usd = dollars(priced.reduce((sum, model) => sum + model.usd, 0));
+  return [`${grouped(models.reduce((sum, model) => sum + tokensOf(model), 0))} tokens`,
+    priced.length && (priced.length < models.length ? `at least ${usd}` : usd)].filter(Boolean).join(" · ");
+}
 
 /** Where the changes of a session are shown, those of a turn open. */
 export const changesAddress = (name, turn = "") =>

@@ -2,7 +2,7 @@
 
 import { api, link } from "./api.js";
 import { $, busy, confirmed, h, problem, redraw, say, toast } from "./dom.js";
-import { canBePrompted, count, inUse, tailOf } from "./format.js";
+import { canBePrompted, count, inUse, tailOf, usageText } from "./format.js";
 import { icon } from "./icons.js";
 import { networkText } from "./network.js";
 import { setTitle, startNews } from "./news.js";
@@ -15,6 +15,7 @@ const SCREENS = {
   command: ["Command", () => import("./command.js")],
   terminal: ["Terminal", () => import("./terminal.js")],
   network: ["Network", () => import("./decisions.js")],
+  usage: ["Usage", () => import("./usage.js")], // where keys are hidden
   settings: ["Settings", () => import("./settings.js")],
 };
 
@@ -33,11 +34,25 @@ const decoded = (text) => {
 /** What the address asks for: { view, name, screen, turn }. */
 function place() {
   const [view, name, screen, turn] = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
-  if (view === "s" && name) return { view, name, screen: screen in SCREENS ? screen : "agent", turn };
-  return { view: view === "new" ? "new" : "" };
+  if (view === "s" && name) return { view, name, screen: Object.hasOwn(SCREENS, screen) ? screen : "agent", turn };
+  return { view: Object.hasOwn(PAGES, view) ? view : "" };
 }
 
 export const addressOf = (name, screen = "agent") => `#/s/${encodeURIComponent(name)}/${screen}`;
+
+const PAGES = { // beside those of a session
+  "": ["sandbox", () => showHome()],
+  new: ["New session — sandbox", () => (leave = mountForm(main, {
+    created: (made) => (location.hash = addressOf(made.name)) }))],
+  usage: ["Usage — sandbox", () => showUsage()],
+};
+
+async function showUsage() {
+  let gone = false;
+  leave = () => (gone = true);
+  const { mountAll } = await import("./usage.js");
+  if (!gone) leave = mountAll(main);
+}
 
 async function show() {
   const { view, name, screen, turn } = place();
@@ -45,12 +60,8 @@ async function show() {
   leave = () => {};
   document.body.dataset.view = view || "home";
   if (view === "s") return showSession(name, screen, turn);
-  setTitle(view === "new" ? "New session — sandbox" : "sandbox");
-  if (view === "new") {
-    leave = mountForm(main, { created: (made) => (location.hash = addressOf(made.name)) });
-    return;
-  }
-  showHome();
+  setTitle(PAGES[view][0]);
+  await PAGES[view][1]();
 }
 
 function showHome() {
@@ -99,7 +110,7 @@ async function showSession(name, screen, turn) {
   const changed = () => { // what others have changed
     const [row, detail] = [store.find(name), view.detail];
     if (!row || !detail) return;
-    if (view.network === undefined) drawHead(name, detail, view); // drawn when there was no list yet
+    if (view.network === undefined || view.used !== usedBy(name)) drawHead(name, detail, view); // it was not known yet
     const same = row.state === detail.state && row.agentMode === canBePrompted(detail) && row.network === view.network;
     if (!same) view.reload().catch(() => {});
   };
@@ -140,18 +151,24 @@ function mountFrame(name, view) {
   drawHead(name, null, view);
 }
 
+const usedBy = (name) => store.usage.has(name) && usageText(store.usage.get(name));
+
 function drawHead(name, session, view) {
   const state = session?.state ?? store.find(name)?.state ?? "";
   const running = state === "running";
   view.network = store.find(name)?.network;
+  view.used = usedBy(name);
   const facts = session ? [
     session.agent ? agentName(session.agent) : "no agent", session.directory && tailOf(session.directory),
     session.runtime, session.network && session.network !== "open" ? networkText(session.network) : null,
   ].filter(Boolean) : [];
   redraw(frame.title, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state));
   frame.facts.title = session?.directory ?? "";
-  redraw(frame.facts, view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "],
+  redraw(frame.facts, view.used && [h("a", { href: addressOf(name, "usage") }, view.used), " · "],
+    view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "],
     facts.join(" · "), portLinks(session?.ports));
+  Object.keys(SCREENS).forEach((key, index) =>
+    (frame.tabs.children[index].hidden = key === "usage" && session?.keys !== "hidden"));
   frame.stop.hidden = !session || !running;
   frame.start.hidden = !session || running;
   frame.remove.hidden = !session;

@@ -38,6 +38,7 @@ export function mountList(root, { place }) {
     h("div", { class: "side-filter" }, filter), note, list,
     h("div", { class: "side-foot" },
       h("a", { class: "button quiet", href: "/preview" }, icon("grid"), "Mission control"),
+      h("a", { class: "button quiet", href: "#/usage" }, "Usage"),
       h("button", { class: "quiet", type: "button", onclick: logOut }, icon("out"), "Log out")));
 
   const cards = new Map();

@@ -3,11 +3,13 @@
 import { api } from "./api.js";
 
 const PERIOD = 2000;
+const USAGE_PERIOD = 10_000;
 
 export const store = Object.assign(new EventTarget(), {
   sessions: null, // null until the first answer
   error: null,
   agents: new Map(), // what the server says of each, by its name
+  usage: new Map(), // what sessions with hidden keys have used, by their names
   find: (name) => store.sessions?.find((session) => session.name === name),
 });
 
@@ -44,10 +46,26 @@ async function load() {
   try {
     [store.sessions] = await Promise.all([api.sessions(tail), agentsKnown()]);
     store.error = null;
+    loadUsage();
   } catch (error) {
     store.error = error;
   }
   store.dispatchEvent(new Event("change"));
+}
+
+let usageAsked = -Infinity;
+
+/** Ask now and then for what was used, where that is counted; the list does not wait for it. */
+async function loadUsage() {
+  if (performance.now() - usageAsked < USAGE_PERIOD || !store.sessions.some(({ keys }) => keys === "hidden")) return;
+  usageAsked = performance.now();
+  try {
+    const { sessions = [] } = await api.allUsage();
+    store.usage = new Map(sessions.map((entry) => [entry.name, entry]));
+    store.dispatchEvent(new Event("change"));
+  } catch {
+    // The page of what was used says why; elsewhere it is not there yet.
+  }
 }
 
 /** Begin to poll, with so many bytes of each last job's output. */
