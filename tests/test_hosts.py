@@ -2,12 +2,12 @@
 
 import http.client
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import Engine, unique_name
+from conftest import CONTAINERS_CONF, Engine, Result, unique_name, write_config
 from elsewhere import HOSTS, Elsewhere, configure, elsewhere
 from service import Service, free_port, wait_for
 
@@ -101,6 +101,33 @@ def test_what_is_kept_of_a_session_is_its_hosts(there: Elsewhere, home: Path, na
         (home / f"here-{folder}").rename(home / folder / file)
     here = there.sandbox("run", "-n", name, "--rt", "docker", "-x", "echo $KEPT")
     assert (here.stdout, here.stderr) == ("1\n", "")
+
+
+def test_two_engines_of_a_machine_share_no_name(engine: Engine, home: Path, project: Path,
+                                                name: str) -> None:
+    """What is kept of a session is kept by its name, so a second one would take it."""
+    env = {"CONTAINERS_CONF": CONTAINERS_CONF}
+
+    def run(runtime: str, **where: Any) -> Result:
+        return engine.sandbox("run", "-n", name, "--rt", runtime, "-x", "true", env=env, **where)
+
+    assert run("podman").returncode == 0
+    try:
+        second = run("docker")
+        assert second.returncode == 125
+        assert f"there is a session {name} of podman already" in second.stderr
+        # An earlier version has made both.
+        other = engine.directory()
+        write_config(other)
+        assert run("docker", home=other).returncode == 0
+        note = f"known/docker-{name}.json"
+        (home / note).write_bytes((other / note).read_bytes())
+        (home / "jobs" / name / "job").mkdir(parents=True)
+        assert engine.sandbox("rm", name, "--rt", "docker", env=env).returncode == 0
+        assert kept(home, name) == [f"jobs/{name}", f"known/podman-{name}.json"]
+    finally:
+        removed = engine.sandbox("rm", name, "--rt", "podman", env=env)
+    assert (removed.returncode, kept(home, name)) == (0, []), removed.stderr
 
 
 def test_a_mount_of_files_of_this_machine_is_refused(there: Elsewhere, home: Path, name: str,
@@ -213,8 +240,12 @@ def test_a_port_reaches_this_machine(there: Elsewhere, name: str, engine: Engine
     assert wait_for(answer) == b"hello\n"
     other = there.sandbox("run", "-n", f"{name}@big", "-x", "true")
     assert f"127.0.0.1:{port}:127.0.0.1:{port} ssh://root@big" in other.stderr
-    run.send_signal(signal.SIGTERM)
+    run.kill()  # it has no time to tidy up
     run.wait(60)
+    assert wait_for(lambda: not answer())
+    service = Service(engine, env=there.environ)
+    wait_for(lambda: service.get("/api/sessions").status == 200 and answer() == b"hello\n")
+    service.end()
     assert wait_for(lambda: not answer())
 
 
