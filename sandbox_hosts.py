@@ -122,7 +122,8 @@ class Ports:
         """Whether ssh was cut."""
         if not (self.pid and os.waitpid(self.pid, os.WNOHANG)[0]):
             return False
-        self.pid = os.close(self.end) or 0
+        os.close(self.end)
+        self.pid = 0
         return True
 
     def __exit__(self, *_: object) -> None:

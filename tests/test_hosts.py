@@ -253,7 +253,7 @@ def test_the_doctor_looks_at_the_host(there: Elsewhere) -> None:
     for host, root in (("big", "rootful"), ("lab", "rootless")):
         done = there.sandbox("doctor", "--on", host, "--json")
         found = {check["check"]: check for check in json.loads(done.stdout)}
-        assert found["permission"]["detail"] == root
+        assert found["permission"]["detail"] == root, done.stdout
         assert found["disk"]["detail"].endswith(f"GB free on {host}")
         assert found["clock"]["status"] == found["image"]["status"] == "ok"
 
