@@ -1226,10 +1226,16 @@ class Output:
                 if not data:
                     poller.unregister(fd)
                     left -= 1
+                elif self.is_whole(fd, data):
+                    return
             total = sum(len(data) for parts in chunks.values() for data in parts)
             if limit_bytes and total > limit_bytes:
                 self.kill(9)
                 return
+
+    def is_whole(self, fd: int, data: bytes) -> bool:
+        """Whether nothing more than this is awaited, not even the end."""
+        return False
 
     def wait(self) -> int:
         """The exit status of a process that has closed its streams, which most do by ending."""
@@ -1640,6 +1646,7 @@ class Engine:
         self.asked: Output | None = None
         self.client = [*client] or [self.name]
         self.host = host or place_name(self.place())
+        self.serves = False  # whether its service is told by a file of its own, see Podman
 
     def place(self) -> str:
         """The address, or a name of it, of the other machine that our environment means; or ''."""
@@ -1648,7 +1655,7 @@ class Engine:
     @property
     def shares_files(self) -> bool:
         """Whether a path is the same file for the engine as for us."""
-        return not self.host
+        return not (self.host or self.serves)
 
     def ssh_words(self) -> list[str]:
         """How ssh is told to reach its host; [] where the client does so in another way."""
@@ -2133,8 +2140,9 @@ class Podman(Engine):
     def place(self) -> str:
         if address := os.environ.get("CONTAINER_HOST"):
             return "" if is_here(address) else address
-        # On macOS it is the machine, which shares the person's files.
-        return os.environ.get("CONTAINER_CONNECTION", "") if sys.platform != "darwin" else ""
+        name = os.environ.get("CONTAINER_CONNECTION", "")
+        # The machine of macOS shares the person's files.
+        return "" if name.startswith("podman-machine") else name
 
     def ssh_words(self) -> list[str]:
         place = self.client[2] if self.is_named else self.place()
@@ -2148,6 +2156,8 @@ class Podman(Engine):
 
     def is_rootless(self, fact: str) -> bool:
         if fact == "remote":
+            # On macOS it is the machine, which shares the person's files.
+            self.serves = not os.environ.get("CONTAINER_HOST") and sys.platform != "darwin"
             return self.ask(self.argv("rootless")).strip() == "true"
         return os.getuid() != 0
 
@@ -3045,6 +3055,9 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     engine, rootless = pick_engine(engines)
     name = engine.full(name)
     check_agent(engine, config)
+    if settings is not None and (other := namesake(engine, name)):
+        raise SandboxError(f"there is a session {name} of {other} already",
+                           "choose another name with -n", 125)
     spec, user = placed(engine, config, spec, rootless)
     engine.check_session(config, spec)
     labels = labels_of(config, flags, spec, user, home)
@@ -3506,8 +3519,21 @@ def remove_session(engine: Engine, session: Session) -> None:
             import sandbox_travel
 
             sandbox_travel.drop_mirror(engine, session)
-        forget_files(session.name)
+        if not namesake(engine, session.name):
+            forget_files(session.name)
         forget_lock(session.home)
+
+
+def namesake(engine: Engine, name: str) -> str:
+    """The other engine of this machine that has a session of the name; what is kept is kept by the
+    name, and may be that one's. No call of an engine where none was seen.
+    """
+    for other in [] if engine.host else engines_here(Config([], "")):
+        known = recall([other], name) if (other.name, other.host) != (engine.name, "") else None
+        with suppress(EngineProblem, OSError):  # not there, or out of order
+            if known and not Output(other.inspect_argv(known[1].id or name)).result()[0]:
+                return other.name
+    return ""
 
 
 def follow_rename(engine: Engine, session: Session) -> bool:
@@ -3717,7 +3743,9 @@ def list_containers(engines: Sequence[Engine]) -> tuple[Engine, list[dict[str, A
 
 
 def read_containers(engine: Engine, out: str) -> list[dict[str, Any]]:
-    return [{**row, "name": engine.full(row["name"])} for row in engine.read_list(out)]
+    """The containers of a list; what another machine says becomes the name of a file."""
+    return [{**row, "name": engine.full(row["name"])} for row in engine.read_list(out)
+            if not engine.host or is_name(row["name"])]
 
 
 def lost_row(host: str, why: str) -> dict[str, Any]:
@@ -4434,8 +4462,12 @@ class RunRequest:
             agent = ""  # the person has said so at the prompt
         if self.only_tells:
             return None
+        words = command
+        if agent and self.config.get("yolo"):  # without what we have added
+            told = command[len(self.base()):]
+            words = [command[0], *(word.partition("\n")[0] for word in told)]
         about = {"id": random_id(), "what": "agent" if agent else "command",
-                 "command": title_of(command)}
+                 "command": title_of(words)}
         turn = wanted_turn(self.config, engine, session, about, bool(agent))
         if turn:
             turn.prompts = (bool(agent) and not self.is_passing
@@ -5768,7 +5800,8 @@ def ports_here(request: RunRequest, engine: Engine, session: Session) -> Any:
         return suppress()
     import sandbox_hosts
 
-    return sandbox_hosts.Ports(engine, session, brief=request.args.background)
+    return sandbox_hosts.Ports(engine, session.name, session.created()[0]["ports"],
+                               brief=request.args.background)
 
 
 def converse(request: RunRequest, engine: Engine, session: Session) -> int:
@@ -6022,7 +6055,8 @@ def pick_terminal(engine: Engine, session: Session, id: str | None) -> Held:
 
 
 def cmd_logs(args: argparse.Namespace) -> int:
-    jobs = read_jobs(args.session)
+    name = at_host(engines_of(args), args.session)[0].full(args.session)
+    jobs = read_jobs(name)
     job = next((job for job in jobs if job["id"] == args.id), None)
     if not job:
         engine, session = find_given(engines_of(args), args.session, "logs")
@@ -6036,7 +6070,7 @@ def cmd_logs(args: argparse.Namespace) -> int:
                 join(engine, session, held, follow=args.follow)
             return 0
         job = jobs[-1]
-    show_job(os.path.join(jobs_path(args.session), job["id"]), args.follow)
+    show_job(os.path.join(jobs_path(name), job["id"]), args.follow)
     return 0
 
 

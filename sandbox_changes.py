@@ -91,7 +91,20 @@ def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
 
 
 class Client(Output):
-    """A client that would wait for its container where it is only asked to end."""
+    """A client that would wait for its container where it is only asked to end.
+
+    The answer is a line. Who is in a `hurry` has it without waiting until the engine has removed
+    the container, and waits for that later.
+    """
+
+    hurry = told = False
+
+    def is_whole(self, fd: int, data: bytes) -> bool:
+        self.told = self.hurry and fd == self.out and data.endswith(b"\n")
+        return self.told
+
+    def wait(self) -> int:
+        return 0 if self.told else super().wait()
 
     def end(self, number: int) -> None:
         super().end(9)
@@ -101,12 +114,15 @@ class Asked:
     """A request to the shadow of a session, begun: the verbs are those of shadow.py."""
 
     def __init__(self, engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
-                 writable: bool = False, origin: bool = False) -> None:
-        """Raises SandboxError for a request that is too long."""
+                 writable: bool = False) -> None:
+        """What is asked of another tree than "main" is about the directory that a copy was made of.
+        Raises SandboxError for a request that is too long.
+        """
         import zlib
 
         self.engine, self.session = engine, session
         self.name = f"{session.store}-{sandbox.random_id()}"
+        origin = request.get("tree", "main") != "main"
         argv = shadow_argv(engine, session, self.name, verb, writable, origin)
         place = sandbox.source_of(session.created()[0])
         place = f"a copy of {place}" if session.copy and not origin else place
@@ -181,10 +197,14 @@ class Asked:
         Output(self.engine.argv("remove", self.name), CALL_SECONDS).result()
 
 
+def now() -> str:
+    return sandbox.iso_seconds(time.time())
+
+
 def ask_shadow(engine: Engine, session: Session, verb: str, request: Mapping[str, Any],
-               writable: bool = False, origin: bool = False) -> dict[str, Any]:
+               writable: bool = False) -> dict[str, Any]:
     """The answer to a request: see Asked. Raises SandboxError."""
-    return Asked(engine, session, verb, request, writable, origin).answer()
+    return Asked(engine, session, verb, request, writable).answer()
 
 
 # --- Turns ---
@@ -215,13 +235,14 @@ def bounds(config: Config) -> dict[str, Any]:
 
 
 def bounds_of(session: Session) -> dict[str, Any]:
-    """The bounds() for what is done with turns that are there: a mistake in the configuration,
-    which was said, does not keep one from that, and then nothing is dropped.
+    """The time and the bounds() for what is done with turns that are there: a mistake in the
+    configuration, which was said, does not keep one from that, and then nothing is dropped.
     """
     try:
-        return bounds(sandbox.session_config(session))
+        found = bounds(sandbox.session_config(session))
     except SandboxError:
-        return {"agents": [*sandbox.AGENTS], "keep": sys.maxsize, "maxBytes": sys.maxsize}
+        found = {"agents": [*sandbox.AGENTS], "keep": sys.maxsize, "maxBytes": sys.maxsize}
+    return found | {"when": now()}
 
 
 class Turn:
@@ -251,8 +272,8 @@ class Turn:
 
     def start(self) -> None:
         """Ask for the first snapshot."""
-        about = {**self.about, "when": sandbox.iso_seconds(time.time())}
-        self.asked = Asked(self.engine, self.session, "snapshot", {**self.bounds, "turn": about})
+        request = {**self.bounds, "turn": {**self.about, "when": now()}}
+        self.asked = Asked(self.engine, self.session, "snapshot", request)
 
     def begin(self) -> None:
         """Have the first snapshot. Raises SandboxError."""
@@ -294,14 +315,15 @@ class Turn:
         sandbox.follow_rename(self.engine, self.session)
         known = sandbox.recall([self.engine], self.session.name)
         if known and known[1].store == self.session.store:  # else it was removed meanwhile
-            ended = sandbox.iso_seconds(time.time())
-            request = {**self.bounds, "end": self.about["id"], "ended": ended}
+            request = {**self.bounds, "end": self.id, "ended": now()}
             answer = ask_shadow(self.engine, self.session, "snapshot", request)
             self.changes = summary(answer.get("turn"))
 
     def __enter__(self) -> Turn:
         if not self.asked:
             self.start()
+        assert self.asked
+        self.asked.output.hurry = True
         watched, self.watched = os.pipe()
         self.watcher = self.watch(watched)
         os.close(watched)
@@ -331,6 +353,8 @@ class Turn:
         with suppress(OSError):
             os.write(self.watched, word)
         os.close(self.watched)
+        if self.asked and self.asked.output.told:
+            sandbox.wait_for(self.asked.output.pid)
 
     def report(self, strict: bool) -> bool:
         """Say what this machine may execute or obey now; whether it is known to be nothing. If
@@ -633,7 +657,7 @@ def ask_about(engine: Engine, session: Session, verb: str, request: Mapping[str,
               word: str | None, writable: bool = False) -> dict[str, Any]:
     """The answer; `word` stood where a turn may stand."""
     try:
-        return ask_shadow(engine, session, verb, request, writable, request["tree"] != "main")
+        return ask_shadow(engine, session, verb, request, writable)
     except Refused as error:
         if word and error.kind == "missing":
             error.hint = f"{word} is no turn either: sandbox log {session.name} lists them"
@@ -717,7 +741,7 @@ def cmd_undo(args: argparse.Namespace) -> int:
                                "wait for its end, or add -f to undo what it has done so far")
     request = bounds_of(session) | {
         "turn": first["id"], "tree": first["tree"], "only": not turn, "paths": paths,
-        "dry": args.dry_run, "when": sandbox.iso_seconds(time.time())}
+        "dry": args.dry_run}
     answer = ask_about(engine, session, "undo", request, None if turn else args.turn,
                        writable=not args.dry_run)
     say(f"turn {first['id']}{' and all since' if turn else ''}: {what_of(first)}")
@@ -732,9 +756,8 @@ def cmd_redo(args: argparse.Namespace) -> int:
     engine, session = sandbox.find_given(sandbox.engines_of(args), args.session, "redo")
     undos = [turn for turn in turns_of(engine, session)
              if turn["kind"] == "undo" and not turn.get("redone")]
-    request = bounds_of(session) | {
-        "tree": undos[-1]["tree"] if undos else "main", "when": sandbox.iso_seconds(time.time())}
-    return tell(ask_about(engine, session, "redo", request, None, writable=True))
+    request = bounds_of(session) | {"tree": undos[-1]["tree"] if undos else "main"}
+    return tell(ask_shadow(engine, session, "redo", request, True))
 
 
 def tell(answer: Mapping[str, Any], dry: bool = False) -> int:
@@ -826,15 +849,15 @@ def merge_copy(engine: Engine, session: Session, dry: bool = False) -> dict[str,
     if session.store not in volumes:
         raise SandboxError(f"the snapshots of {session.name} are gone, and so is what tells its "
                            "work", f"copy what you want to keep: sandbox cp {session.name}:. .")
-    about = {**bounds_of(session), "when": sandbox.iso_seconds(time.time())}
-    ask_shadow(engine, session, "snapshot", about)
+    bounds = bounds_of(session)
+    ask_shadow(engine, session, "snapshot", bounds)
     if engine.shares_files:
-        answer = ask_shadow(engine, session, "merge", {**about, "tree": "origin", "dry": dry},
-                            not dry, origin=True)
+        answer = ask_shadow(engine, session, "merge", {**bounds, "tree": "origin", "dry": dry},
+                            not dry)
     else:
         import sandbox_travel
 
-        answer = sandbox_travel.merge(engine, session, about, dry)
+        answer = sandbox_travel.merge(engine, session, bounds, dry)
     changed = rows_of(answer, "changed", {"path": str, "status": str, "risk": list})
     left = [row for row in rows_of(answer, "left", {"path": str, "why": str, "conflict": bool})
             if row["path"] != ".git"]  # of it only commits can come, which are counted

@@ -75,9 +75,10 @@ def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
                   if not os.path.isfile(source)]
     if mounts and not meant:
         what = "directory" if mounts[0] == spec["directory"] else "mounted path"
-        raise SandboxError(f"the {what} {mounts[0]} is on this machine, and {engine.host} is "
+        there = engine.host or f"the service of {engine.name}"
+        raise SandboxError(f"the {what} {mounts[0]} is on this machine, and {there} is on "
                            "another one", '"workspace": "mount" in the profile says that the '
-                           f"path is meant on {engine.host}; or work on a copy: --copy", 125)
+                           "path is meant there; or work on a copy: --copy", 125)
     check_ports(engine, spec["ports"])
     if spec.get("workspace") == "copy":
         return dict(spec), sandbox.container_user(rootless)
@@ -98,42 +99,51 @@ def check_ports(engine: Engine, ports: Sequence[str]) -> None:
                            f"ssh -N -L {number}:CONTAINER-ADDRESS:PORT {engine.host}", 125)
 
 
-def forward_argv(engine: Engine, id: str, ports: Sequence[str]) -> list[str]:
+def forward_argv(engine: Engine, ports: Sequence[str]) -> list[str]:
     """Has ports that are published on a host listen on the loopback of this machine."""
-    if argv := engine.forward_argv(id, ports):
-        return argv
     ends = []
     for port in ports:
         address, _, number = port.rsplit(":", 1)[0].rpartition(":")
-        address = "127.0.0.1" if address in ("", "0.0.0.0") else address
+        address = "127.0.0.1" if address in ("", "0.0.0.0", "[::]") else address
         ends.append(f"127.0.0.1:{number}:{address}:{number}")
-    return ["ssh", "-N", "-o", "ExitOnForwardFailure=yes", "-o", "BatchMode=yes",
+    return ["ssh", "-o", "ExitOnForwardFailure=yes", "-o", "BatchMode=yes",
             *sandbox.each("-L", ends), *engine.ssh_words()]
 
 
 class Ports:
     """The ports of a session, on this machine as long as it is held; said how where it is brief."""
 
-    def __init__(self, engine: Engine, session: Session, brief: bool) -> None:
-        self.ports = session.created()[0]["ports"]
-        self.engine, self.session, self.brief, self.pid = engine, session, brief, 0
+    def __init__(self, engine: Engine, name: str, ports: Sequence[str], brief: bool) -> None:
+        self.engine, self.name, self.ports, self.brief, self.pid = engine, name, ports, brief, 0
 
     def __enter__(self) -> None:
         if not self.ports:
             return
-        argv = forward_argv(self.engine, self.session.id, self.ports)
+        known = sandbox.recall([self.engine], self.name)
+        own = self.engine.forward_argv(known[1].id if known else "", self.ports)
+        argv = own or [*forward_argv(self.engine, self.ports), "cat"]
         if self.brief or any(is_taken(port) for port in self.ports):
-            sandbox.say(f"the ports of {self.session.name} are those of {self.engine.host}"
+            sandbox.say(f"the ports of {self.name} are those of {self.engine.host}"
                         f"{'' if self.brief else ', and one of them is taken here'}: "
-                        + sandbox.quote_all(argv))
+                        + sandbox.quote_all(own or [*argv[:-1], "-N"]))
             return
-        with open(os.devnull, "r+b", 0) as null:
-            self.pid = sandbox.spawn(argv, fds={0: null.fileno(), 1: null.fileno()},
-                                     own_group=True)
+        held, self.end = os.pipe()  # which also ends when we are killed
+        with open(os.devnull, "wb") as null:
+            self.pid = sandbox.spawn(argv, fds={0: held, 1: null.fileno()}, own_group=True)
+        os.close(held)
+
+    def has_ended(self) -> bool:
+        """Whether ssh was cut."""
+        if not (self.pid and os.waitpid(self.pid, os.WNOHANG)[0]):
+            return False
+        os.close(self.end)
+        self.pid = 0
+        return True
 
     def __exit__(self, *_: object) -> None:
-        if self.pid:
+        if self.pid and not self.has_ended():
             sandbox.terminate(self.pid)
+            os.close(self.end)
 
 
 def is_taken(port: str) -> bool:
@@ -169,8 +179,9 @@ def owner_there(engine: Engine, config: Config, path: str) -> str:
                               labels={}, limits={}, capabilities=(),
                               binds=[(path, "/there", "ro")])
     status, out, err = Output(argv, sandbox.LONG_SECONDS).result()
-    if not status:
-        return out.strip()
+    owner = out.strip()
+    if not status and len(owner) < 22 and all(map(str.isdecimal, owner.split(":"))):
+        return owner
     if engine.diagnose(err) == "image":
         raise sandbox.missing_image(engine, config)
     error = engine.failure(err)

@@ -22,7 +22,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
     files: asset sandbox_home make_private write_private remove_tree jobs_path
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings lock_homes AGENTS options_of
-    engines: Engine candidates present_image
+    engines: Engine candidates engine_of present_image
     sessions: Session find_session list_everywhere lost_row create_session recreation
         check_recreation recreate_session start_session stop_session remove_session users_of
         recall has_ended generated_name spec_of check_spec check_mounts
@@ -100,7 +100,7 @@ LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
 SHOWN_DECISIONS = 500
-LOST_SECONDS = 30  # for which a host that did not answer is not asked again
+LOST_SECONDS = 60  # for which a host that did not answer is not asked again
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 LOG_SECONDS = 10  # how long that of a session's turns, which a run of the command line adds to
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
@@ -991,6 +991,7 @@ class Sessions:
         self.known = (-1, 0.0)  # the number of changes, and the time, that the rows are of
         # When the last call failed, and what is told of it: an error that is kept holds its frames.
         self.failed = (0.0, ("", "", ""))
+        self.ports: dict[str, Any] = {}  # those of hosts that are brought here, by session
         self.lost: dict[str, tuple[float, str]] = {}  # hosts: until when they are left alone
 
     def expire(self) -> None:
@@ -1022,7 +1023,24 @@ class Sessions:
         rows, lost = sandbox.list_everywhere(sandbox.load_config(), known)
         self.lost.update((host, (time.monotonic() + LOST_SECONDS, why))
                          for host, why in lost.items() if host and host not in known)
+        self.bring_ports(rows)
         return rows + [sandbox.lost_row(host, why) for host, why in lost.items()]
+
+    def bring_ports(self, rows: Rows) -> None:
+        """Have the ports of the sessions elsewhere reach this machine as long as they run."""
+        wanted = {row["name"]: row for row in rows
+                  if row["host"] and row["ports"] and row["state"] == "running"}
+        for name in [name for name, ports in self.ports.items()
+                     if name not in wanted or ports.has_ended()]:
+            self.ports.pop(name).__exit__()
+        for name in set(wanted) - set(self.ports):
+            import sandbox_hosts
+
+            row = wanted[name]
+            engine = sandbox.engine_of(row["runtime"], row["host"])
+            self.ports[name] = sandbox_hosts.Ports(engine, name, row["ports"], brief=False)
+            with suppress(SandboxError, OSError):
+                self.ports[name].__enter__()
 
 
 def find(name: str) -> tuple[Engine, Session]:
@@ -1136,10 +1154,10 @@ def post_sessions(app: App, request: Request, _params: Params) -> Answer:
     if not config.is_given("hostPath"):
         raise WebError("bad_request", "the directory is missing",
                        "give directory: an absolute path on the host")
-    if not (config.get("host") or os.path.isdir(directory)):
+    engines = sandbox.candidates(config)
+    if engines[0].shares_files and not os.path.isdir(directory):
         raise WebError("bad_request", f"directory: {directory} is not a directory on the host")
     name = config.get("containerName") or sandbox.generated_name(directory)
-    engines = sandbox.candidates(config)
     with CREATION_LOCK:  # of two clients that want one name the second gets the message
         check_free(engines, name)
         return create(app, engines, name, config, flags, settings)
@@ -1996,10 +2014,8 @@ class Changes:
 
         known = self.log(engine, session, False)["turns"] if session.copy else []
         tree = next((turn["tree"] for turn in known if turn["id"] == request["turn"]), "main")
-        request = {**sandbox_changes.bounds_of(session), "when": iso(time.time()), "tree": tree,
-                   **request}
-        return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable,
-                                                         tree != "main"))
+        request = {**sandbox_changes.bounds_of(session), "tree": tree, **request}
+        return changes_answer(sandbox_changes.ask_shadow(engine, session, verb, request, writable))
 
     @contextmanager
     def alone(self, session: Session) -> Iterator[None]:

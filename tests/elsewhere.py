@@ -21,7 +21,7 @@ from service import wait_for
 SSH = ("openssh-client", "openssh-sftp-server", "libwrap0", "ucf", "runit-helper", "lsb-base")
 
 FORWARD = """
-import socket, sys, threading
+import contextlib, socket, sys, threading
 
 def pump(source, target):
     while data := source.recv(65536):
@@ -31,9 +31,10 @@ def pump(source, target):
 def guarded(*ends):
     try:
         pump(*ends)
-    except OSError:
+    except OSError:  # to close them would say nothing as long as the other thread reads
         for end in ends:
-            end.close()
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
 server = socket.socket(fileno=int(sys.argv[1]))
 while True:

@@ -149,13 +149,15 @@ def test_an_agents_run_is_a_turn(turns: Turns, agent: str) -> None:
     told = turns.run("-y", agent, "--", "--version")
     assert told.returncode == 0 and turns.log() == [], told.stderr
     assert turns.store() not in turns.volumes() or not turns.log()
-    prompt = "please run: echo x >made && mkdir -p .git/hooks && echo x >.git/hooks/pre-commit"
+    prompt = "run: echo x >made && mkdir -p .git/hooks && echo x >.git/hooks/pre-commit\ntrue"
     ran = turns.run("--strict", "-y", agent, "--", *ONCE[agent].split(), prompt)
     assert ran.returncode == 3, ran.stdout + ran.stderr
     assert f"{turns.name} has changed .git/hooks/pre-commit: git runs it at a commit" in ran.stderr
     (turn,) = turns.log()
     assert turn["what"] == "agent" and {"made", ".git/hooks/pre-commit"} <= turns.changed(
         turn["id"])
+    words = shlex.join([*ONCE[agent].split(), prompt.split("\n")[0]])
+    assert turn["command"] == f"{sandbox.AGENTS[sandbox.SHORTCUTS[agent]].yolo[0]} {words}"
     assert not turns.containers()
 
 

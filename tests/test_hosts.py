@@ -2,12 +2,12 @@
 
 import http.client
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import Engine, unique_name
+from conftest import CONTAINERS_CONF, Engine, Result, unique_name, write_config
 from elsewhere import HOSTS, Elsewhere, configure, elsewhere
 from service import Service, free_port, wait_for
 
@@ -30,10 +30,9 @@ def machine(engine: Engine) -> Iterator[Elsewhere]:
 def there(machine: Elsewhere, home: Path, project: Path) -> Iterator[Elsewhere]:
     configure(home, runs=RUNS)
     yield machine
-    for host in HOSTS:
-        names = machine.sandbox("ps", "-q", "--on", host).stdout.split()
-        if names:
-            assert machine.sandbox("rm", "-f", *names).returncode == 0
+    configure(home)
+    names = [name for name in machine.sandbox("ps", "-q").stdout.split() if "@" in name]
+    assert not names or machine.sandbox("rm", "-f", *names).returncode == 0
 
 
 def kept(home: Path, name: str) -> list[str]:
@@ -104,14 +103,46 @@ def test_what_is_kept_of_a_session_is_its_hosts(there: Elsewhere, home: Path, na
     assert (here.stdout, here.stderr) == ("1\n", "")
 
 
+def test_two_engines_of_a_machine_share_no_name(engine: Engine, home: Path, project: Path,
+                                                name: str) -> None:
+    """What is kept of a session is kept by its name, so a second one would take it."""
+    env = {"CONTAINERS_CONF": CONTAINERS_CONF}
+
+    def run(runtime: str, **where: Any) -> Result:
+        return engine.sandbox("run", "-n", name, "--rt", runtime, "-x", "true", env=env, **where)
+
+    assert run("podman").returncode == 0
+    try:
+        second = run("docker")
+        assert second.returncode == 125
+        assert f"there is a session {name} of podman already" in second.stderr
+        # An earlier version has made both.
+        other = engine.directory()
+        write_config(other)
+        assert run("docker", home=other).returncode == 0
+        note = f"known/docker-{name}.json"
+        (home / note).write_bytes((other / note).read_bytes())
+        (home / "jobs" / name / "job").mkdir(parents=True)
+        assert engine.sandbox("rm", name, "--rt", "docker", env=env).returncode == 0
+        assert kept(home, name) == [f"jobs/{name}", f"known/podman-{name}.json"]
+    finally:
+        removed = engine.sandbox("rm", name, "--rt", "podman", env=env)
+    assert (removed.returncode, kept(home, name)) == (0, []), removed.stderr
+
+
 def test_a_mount_of_files_of_this_machine_is_refused(there: Elsewhere, home: Path, name: str,
                                                      project: Path) -> None:
     """Also where the server has the path, and without `hosts`: it has other files there."""
     there.machine.must("mkdir", "-p", str(project))
+    served = home / "containers.conf"
+    text = Path(there.environ["CONTAINERS_CONF"]).read_text()
+    active = "[engine]\nremote = true\nactive_service = \"lab\""
+    served.write_text(text.replace("[engine]", active, 1))
     for options, env in ((["--on", "big"], {}), (["--on", "lab"], {}),
                          ([], {"DOCKER_HOST": "ssh://root@big", "SANDBOX_RUNTIME": "docker"}),
                          ([], {"DOCKER_CONTEXT": "big", "SANDBOX_RUNTIME": "docker"}),
-                         ([], {"CONTAINER_CONNECTION": "lab", "SANDBOX_RUNTIME": "podman"})):
+                         ([], {"CONTAINER_CONNECTION": "lab", "SANDBOX_RUNTIME": "podman"}),
+                         ([], {"CONTAINERS_CONF": str(served), "SANDBOX_RUNTIME": "podman"})):
         done = there.sandbox("run", *options, "-n", name, "-x", "touch wrong", env=env)
         assert done.returncode == 125
         assert f"the directory {project} is on this machine" in done.stderr, done.stderr
@@ -120,7 +151,7 @@ def test_a_mount_of_files_of_this_machine_is_refused(there: Elsewhere, home: Pat
     assert there.machine.must("ls", str(project)) == ""
 
 
-@pytest.mark.parametrize("words, said", [
+MISTAKES = (
     (["run", "-r", "big", "--hp", "/nowhere", "-x", "true"], "make the directory on big"),
     (["ps", "--on", "bgi"], "there is no host 'bgi' (did you mean big?)"),
     (["rm", "some@nowhere"], "there is no host 'nowhere'"),
@@ -134,18 +165,20 @@ def test_a_mount_of_files_of_this_machine_is_refused(there: Elsewhere, home: Pat
     (["run", "-r", "big", "--iv", "9.9-none", "-x", "true"], "sandbox build --on big"),
     (["run", "-r", "big", "-p", "80:80/udp", "-x", "true"], "ssh brings no UDP here"),
     (["build", "--on", "big", "--push"], "name one: --in REGISTRY/NAME"),
-], ids=lambda value: value if isinstance(value, str) else " ".join(value))
-def test_a_mistake_is_said_with_its_remedy(there: Elsewhere, home: Path, words: list[str],
-                                           said: str) -> None:
+)
+
+
+def test_a_mistake_is_said_with_its_remedy(there: Elsewhere, home: Path) -> None:
     more = {"lost": {"runtime": "docker", "context": "lost"},
             "gone": {"runtime": "podman", "connection": "gone"},
             "typo": {"runtime": "docker", "contxt": "big"}, "bare": {"runtime": "docker"},
             "portless": {"runtime": "podman", "connection": "portless"}}
     configure(home, hosts={**HOSTS, **more})
-    options = [] if "run" not in words else ["-n", unique_name()]
-    done = there.sandbox(words[0], *options, *words[1:])
-    assert done.returncode in (1, 2, 125) and said in done.stderr, done.stderr
-    assert done.stderr.count("sandbox: ") == 1
+    for words, said in MISTAKES:
+        options = ["-n", unique_name()] if words[0] == "run" else []
+        done = there.sandbox(words[0], *options, *words[1:])
+        assert done.returncode in (1, 2, 125) and said in done.stderr, (words, done.stderr)
+        assert done.stderr.count("sandbox: ") == 1
 
 
 def test_a_host_that_does_not_answer_is_one_line(there: Elsewhere, home: Path, name: str,
@@ -163,6 +196,8 @@ def test_a_host_that_does_not_answer_is_one_line(there: Elsewhere, home: Path, n
         assert rows["@far"]["state"] == "unreachable" and "far did not" in rows["@far"]["why"]
         assert rows[f"{name}@lab"]["host"] == "lab"
         assert service.get(f"/api/sessions/{name}%40lab").json["state"] == "running"
+        job = service.job(f"{name}@lab", "echo there")
+        assert service.ended(job)["exit"] == 0
         service.end()
 
 
@@ -205,8 +240,12 @@ def test_a_port_reaches_this_machine(there: Elsewhere, name: str, engine: Engine
     assert wait_for(answer) == b"hello\n"
     other = there.sandbox("run", "-n", f"{name}@big", "-x", "true")
     assert f"127.0.0.1:{port}:127.0.0.1:{port} ssh://root@big" in other.stderr
-    run.send_signal(signal.SIGTERM)
+    run.kill()  # it has no time to tidy up
     run.wait(60)
+    assert wait_for(lambda: not answer())
+    service = Service(engine, env=there.environ)
+    wait_for(lambda: service.get("/api/sessions").status == 200 and answer() == b"hello\n")
+    service.end()
     assert wait_for(lambda: not answer())
 
 
@@ -214,7 +253,7 @@ def test_the_doctor_looks_at_the_host(there: Elsewhere) -> None:
     for host, root in (("big", "rootful"), ("lab", "rootless")):
         done = there.sandbox("doctor", "--on", host, "--json")
         found = {check["check"]: check for check in json.loads(done.stdout)}
-        assert found["permission"]["detail"] == root
+        assert found["permission"]["detail"] == root, done.stdout
         assert found["disk"]["detail"].endswith(f"GB free on {host}")
         assert found["clock"]["status"] == found["image"]["status"] == "ok"
 

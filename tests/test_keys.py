@@ -542,6 +542,7 @@ def test_a_refusal_of_the_broker_is_told(hidden: Hidden) -> None:
     assert f"{place}the request has no placeholder" in lines[1]
 
 
+@on_docker
 def test_the_web_service_gives_them_too_and_shows_names_alone(engine: Engine, service: Service,
                                                               project: Path, name: str) -> None:
     made = service.post("/api/sessions", {"name": name, "directory": str(project),
@@ -577,6 +578,7 @@ def test_the_web_service_gives_them_too_and_shows_names_alone(engine: Engine, se
     assert bad.status == 400 and "GROQ_API_KEY" in bad.body.decode()
 
 
+@on_docker
 def test_a_session_with_visible_keys_is_not_taken_for_one(engine: Engine, home: Path,
                                                           project: Path, name: str) -> None:
     def run(*options: str) -> Result:
@@ -594,6 +596,7 @@ def test_a_session_with_visible_keys_is_not_taken_for_one(engine: Engine, home: 
     assert "keys: it has hidden" in run("--keys", "visible").stderr
 
 
+@on_docker
 @pytest.mark.parametrize("options,said", [
     (["-e", "GROQ_API_KEY="], "GROQ_API_KEY is to be hidden, and is empty"),
     (["-e", "GROQ_API_KEY=a\nb"], "GROQ_API_KEY is to be hidden"),
@@ -660,6 +663,7 @@ def measured(engine: Engine, ca: Ca) -> Iterator[Hidden]:
     measured.end()
 
 
+@on_docker
 def test_over_its_budget_nothing_is_sent_until_it_is_raised(measured: Hidden) -> None:
     assert measured.ask().stdout.startswith("200 ")
     measured.requests()
@@ -700,6 +704,9 @@ def test_what_was_used_outlives_a_restart_of_all(measured: Hidden) -> None:
     refused = measured.ask()
     assert refused.stdout.startswith("402 "), refused
 
+
+@on_docker
+def test_counts_that_cannot_be_read_are_told_and_begin_anew(measured: Hidden) -> None:
     break_it = f"echo '{{}}' > {sandbox.KEPT_DIRECTORY}/counts.json"
     assert measured.engine.run("exec", measured.proxy, "sh", "-c", break_it).returncode == 0
     failed = measured.sandbox("usage", measured.name)
@@ -747,6 +754,7 @@ def test_the_web_service_tells_what_was_used_and_raises_a_budget(measured: Hidde
         service.end()
 
 
+@on_docker
 def test_a_budget_takes_hidden_keys(engine: Engine, home: Path, project: Path, name: str) -> None:
     ran = engine.sandbox("run", "-n", name, "--budget", "5usd", "-x", "true")
     assert ran.returncode == 125 and "a budget holds for hidden keys alone" in ran.stderr

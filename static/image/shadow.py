@@ -54,7 +54,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # dear to import, and not needed where nothing has changed
     import subprocess
-    import threading
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 WHOLE_BYTES, IGNORED_BYTES, PATCH_BYTES = 16 << 20, 1 << 20, 4 << 20
 KEEP_TURNS, STORE_BYTES, PACKS = 50, 2 << 30, 40
@@ -159,12 +159,16 @@ Folder = tuple[bytes, dict[str, str], int, bytes]
 NO_FOLDER: Folder = marshal.dumps([], 2), {}, -1, b""
 
 
+def printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()[:1000]
+
+
 class Failure(Exception):
     """What ends the request, and what one can do about it."""
 
     def __init__(self, message: str, hint: str, kind: str = "", code: int = 1) -> None:
-        super().__init__(message)
-        self.hint, self.kind, self.code = hint, kind, code
+        super().__init__(printable(message))
+        self.hint, self.kind, self.code = printable(hint), kind, code
 
 
 class Entry(NamedTuple):
@@ -176,10 +180,6 @@ class Entry(NamedTuple):
 
 def row_of(name: str, st: os.stat_result) -> Row:
     return name, st.st_mode, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino
-
-
-def printable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()[:500]
 
 
 def canonical(path: str) -> str:
@@ -295,9 +295,6 @@ class Store:
         if len(head) != 3:
             raise damaged(f"object {id[:12]} is missing")
         return int(head[2]), self.reader.stdout
-
-    def size(self, id: str) -> int:
-        return self.ask("info", id)[0]
 
     def get(self, id: str) -> bytes:
         size, stream = self.ask("contents", id)
@@ -459,11 +456,6 @@ def in_workspace(name: str) -> str:
     return "/".join(re.sub("^(?::[ms])?=", "", part) for part in name.split("/"))
 
 
-def marked(path: str, mark: str = "=") -> str:
-    *folders, name = path.split("/")
-    return "/".join((*(f"={part}" for part in folders), mark + name))
-
-
 def names(name: str) -> list[bytes]:
     return [os.fsencode(mark + name) for mark in MARKS]
 
@@ -481,8 +473,8 @@ class Pack:
         self.rows = list[tuple[bytes, int, int]]()  # name, checksum and offset of what is written
         self.waiting = list[tuple[bytes, bytes, bytes]]()  # name, kind, data
         self.bytes, self.size = 0, 12  # of what waits, of the file
-        self.threads: list[threading.Thread] = []
-        self.error: OSError | None = None
+        self.pool: ThreadPoolExecutor | None = None
+        self.jobs: list[Future[list[tuple[bytes, int, bytes]]]] = []
 
     def put(self, kind: bytes, data: bytes) -> bytes:
         """Its name. Raises OSError, also for what was put before."""
@@ -500,31 +492,18 @@ class Pack:
         return name
 
     def pass_on(self) -> None:
-        """Have threads write what waits: to compress it takes longer than all the rest."""
-        import queue
-        import threading
+        """Have threads compress what waits: that takes longer than all the rest."""
+        if not self.pool:
+            from concurrent.futures import ThreadPoolExecutor
 
-        if not self.threads:
-            self.queue, self.lock = queue.Queue[Any](4), threading.Lock()
-            self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(2)]
-            for thread in self.threads:
-                thread.start()
-        if self.error:
-            raise self.error
-        self.queue.put(self.waiting)
+            self.pool = ThreadPoolExecutor(2)
+        self.jobs.append(self.pool.submit(compressed, self.waiting))
         self.waiting, self.bytes = [], 0
-
-    def work(self) -> None:
-        for objects in iter(self.queue.get, None):
-            try:
-                packed = [pack_entry(*entry) for entry in objects]
-                with self.lock:
-                    self.write(packed)
-            except OSError as error:
-                self.error = error
+        if len(self.jobs) > 4:
+            self.write(self.jobs.pop(0).result())
 
     def write(self, packed: list[tuple[bytes, int, bytes]]) -> None:
-        if not self.rows:
+        if packed and not self.rows:
             self.file = open(f"{self.stem}.pack", "w+b", buffering=1 << 20)  # noqa: SIM115
             self.file.write(bytes(self.size))
         for name, checksum, data in packed:
@@ -534,16 +513,11 @@ class Pack:
     def finish(self) -> None:
         import hashlib
 
-        if self.threads:
-            self.pass_on()
-            for _ in self.threads:
-                self.queue.put(None)
-            for thread in self.threads:
-                thread.join()
-            if self.error:
-                raise self.error
-        elif self.waiting:
-            self.write([pack_entry(*entry) for entry in self.waiting])
+        for job in self.jobs:
+            self.write(job.result())
+        self.write(compressed(self.waiting))
+        if self.pool:
+            self.pool.shutdown()  # for the next walk may fork
         if not self.rows:
             return
         with self.file as file:
@@ -574,15 +548,18 @@ class Pack:
                          *numbers, *(offset.to_bytes(8) for offset in far)))
 
 
-def pack_entry(name: bytes, kind: bytes, data: bytes) -> tuple[bytes, int, bytes]:
-    """The name, the checksum and the bytes of an object."""
-    size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
-    while size:
-        head[-1] |= 128
-        head.append(size & 127)
-        size >>= 7
-    packed = bytes(head) + zlib.compress(data, 1)
-    return name, zlib.crc32(packed), packed
+def compressed(objects: list[tuple[bytes, bytes, bytes]]) -> list[tuple[bytes, int, bytes]]:
+    """The name of each, and a checksum and the bytes of its entry in a pack."""
+    entries = list[tuple[bytes, int, bytes]]()
+    for name, kind, data in objects:
+        size, head = len(data) >> 4, bytearray([PACKED[kind] << 4 | len(data) & 15])
+        while size:
+            head[-1] |= 128
+            head.append(size & 127)
+            size >>= 7
+        entry = bytes(head) + zlib.compress(data, 1)
+        entries.append((name, zlib.crc32(entry), entry))
+    return entries
 
 
 def tree_data(entries: dict[bytes, tuple[bytes, bytes]]) -> bytes:
@@ -694,14 +671,13 @@ class Walk:
         self.rules = Rules(store)
         self.folders: dict[str, Folder] = {}
         self.loaded: dict[str, dict[str, Row]] = {}
-        self.racy, self.leftovers = dict[str, set[str]](), list[tuple[str, str]]()
+        self.racy, self.leftovers = set[tuple[str, str]](), list[tuple[str, str]]()
         self.temporary: str = store.state.get("temporary", "")
         self.settled = time.time_ns() - RACY_NS
         try:
             self.root = os.open(workspace, FLAGS | os.O_DIRECTORY)
         except OSError as error:
-            raise Failure(f"{printable(workspace)}: {error.strerror}",
-                          "Is it still there?") from None
+            raise Failure(f"{workspace}: {error.strerror}", "Is it still there?") from None
         self.shared = self.share() if len(self.cache) > SHARED and not self.temporary else {}
         self.folder(self.root, "", os.fstat(self.root).st_mode, 0, False)
 
@@ -746,8 +722,9 @@ class Walk:
         try:
             with open(self.store.at(f"cache-{self.label}"), "rb") as file:
                 mark, start = file.readline(), file.tell()
-                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[start:]
-        except (FileNotFoundError, ValueError):
+                whole = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+                data = memoryview(whole)[start:]
+        except (OSError, ValueError):
             return {}
         return marshal.loads(data) if mark == self.mark(data) else {}
 
@@ -774,7 +751,9 @@ class Walk:
         return b"3 %x %x %s\n" % (sys.hexversion, zlib.crc32(data), str(tree).encode())
 
     def folder(self, fd: int, path: str, mode: int, depth: int, git: bool) -> None:
-        rows, folders = list[Row](), dict[str, int]()
+        rows: list[Row] = []  # to call list[Row] takes as long as to look at a file
+        folders: dict[str, int] = {}
+        inner: dict[str, str] = {}
         for entry in os.scandir(fd):
             try:
                 st = entry.stat(follow_symlinks=False)
@@ -800,7 +779,7 @@ class Walk:
             rows = [kept for row in rows if (kept := row if before.get(row[0]) == row else
                                              self.file(fd, path, row, row[0] in before, git))]
             now = marshal.dumps(rows, 2)
-        mode, inner = stat.S_IMODE(mode), dict[str, str]()
+        mode = stat.S_IMODE(mode)
         if not folders and mode == old_mode and path not in self.edits:
             self.folders[path] = known
             return
@@ -867,44 +846,45 @@ class Walk:
 
     def file(self, fd: int, folder: str, row: Row, known: bool, git: bool) -> Row | None:
         """Put it into the store. Returns its row as it was then, None where it is not kept."""
-        name, *key = row
-        path = f"{folder}/{name}" if folder else name
-        found: tuple[Row, str, bytes, bytes] | None = None
+        name, found = row[0], None
         if self.temporary and name.startswith(self.temporary):
             self.leftovers.append((folder, name))
         elif not (git and name.endswith(".lock")):
-            found = self.look(fd, path, row)
+            found = self.look(fd, folder, row)
         if known:
             self.drop(folder, name)
         if not found:
             return None
-        row, mark, data, mode = found
-        self.put(folder, mark + name, data, mode)
-        full = stat.S_IMODE(row[1]) if mark == "=" and mode != b"120000" else 0o644
-        if full not in (0o644, 0o755):
-            text = b"%o" % full
-            if full & 0o6000:
+        row, mark, data = found
+        mode = row[1] if mark == "=" else stat.S_IFREG | 0o644
+        kind = b"120000" if stat.S_ISLNK(mode) else b"100755" if mode & 0o100 else b"100644"
+        self.put(folder, mark + name, data, kind)
+        if stat.S_ISREG(mode) and stat.S_IMODE(mode) not in (0o644, 0o755):
+            text = b"%o" % stat.S_IMODE(mode)
+            if mode & 0o6000:
                 with contextlib.suppress(OSError):
                     st = os.stat(name, dir_fd=fd, follow_symlinks=False)
                     text += b" %d %d" % (st.st_uid, st.st_gid)
             self.put(folder, f":m={name}", text)
         return row
 
-    def look(self, fd: int, path: str, row: Row) -> tuple[Row, str, bytes, bytes] | None:
-        """Its row, the mark of its name, its content and its mode for git; None if it is gone."""
-        def note(*words: object) -> tuple[Row, str, bytes, bytes]:
-            return row, ":s=", " ".join(map(str, words)).encode(), b"100644"
+    def look(self, fd: int, folder: str, row: Row) -> tuple[Row, str, bytes] | None:
+        """Its row, the mark of its name and its content; None if it is gone."""
+        def note(*words: object) -> tuple[Row, str, bytes]:
+            return row, ":s=", " ".join(map(str, words)).encode()
 
-        folder, _, name = path.rpartition("/")
-        for _ in range(ATTEMPTS):
+        name = row[0]
+        for attempt in range(ATTEMPTS):
             try:
+                if attempt:
+                    row = row_of(name, os.stat(name, dir_fd=fd, follow_symlinks=False))
                 if len(row) == 1:
                     return note("unreadable")
                 _, mode, size, *times, _ = row
                 if max(times) >= self.settled:
-                    self.racy.setdefault(folder, set()).add(name)
+                    self.racy.add((folder, name))
                 if stat.S_ISLNK(mode):
-                    return row, "=", os.readlink(os.fsencode(name), dir_fd=fd), b"120000"
+                    return row, "=", os.readlink(os.fsencode(name), dir_fd=fd)
                 if not stat.S_ISREG(mode):
                     return note({stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket"}.get(
                         stat.S_IFMT(mode), "device"))
@@ -915,15 +895,15 @@ class Walk:
                     return note("full", size, *times)
                 data, st = self.read(fd, name, size)
                 if row_of(name, st) == row and len(data) == size:
-                    return row, "=", data, b"100755" if mode & 0o100 else b"100644"
-                row = row_of(name, os.stat(name, dir_fd=fd, follow_symlinks=False))
+                    break
             except FileNotFoundError:
                 return None
             except OSError:
-                self.racy.setdefault(folder, set()).add(name)
+                self.racy.add((folder, name))
                 return note("unreadable", *row[2:5])
-        self.racy.setdefault(folder, set()).add(name)  # it is being written all the time
-        return row, "=", data, b"100755" if mode & 0o100 else b"100644"
+        else:
+            self.racy.add((folder, name))  # it is being written all the time
+        return row, "=", data
 
     def read(self, fd: int, name: str, size: int) -> tuple[bytes, os.stat_result]:
         """No more than it had, and one byte to know that it grows. Raises OSError."""
@@ -962,8 +942,8 @@ class Walk:
         state["last"][self.label] = self.tree
         state["first"].setdefault(self.label, self.tree)
         noted = dict(self.folders)
-        for folder, names in self.racy.items():  # no row is like that
-            rows = [(row[0], 0) if row[0] in names else row
+        for folder in {folder for folder, _ in self.racy}:
+            rows = [(row[0], 0) if (folder, row[0]) in self.racy else row  # no row is like that
                     for row in marshal.loads(noted[folder][0])]
             noted[folder] = marshal.dumps(rows, 2), *noted[folder][1:]
         if noted != self.cache:
@@ -1233,8 +1213,8 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             continue
         row = found[path] = {
             "path": path, "status": status(a, b), "oldMode": octal(a), "newMode": octal(b),
-            "size": store.size(b.id) if b and b.kind in (FILE, LINK) else None, "binary": False,
-            "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
+            "size": store.ask("info", b.id)[0] if b and b.kind in (FILE, LINK) else None,
+            "binary": False, "added": 0, "deleted": 0, "risk": risks(store, path, a, b, agents)}
         for note in [side for side in sides if side.kind == NOTE]:
             kind, *values = note.words
             row |= {"kept": False, "seen": kind, "why": not_kept(kind)}
@@ -1250,7 +1230,7 @@ def differences(store: Store, old: str, new: str, paths: Sequence[str], patch: b
             counts |= {"binary": True} if added == b"-" else {
                 "added": int(added), "deleted": int(deleted)}
     if patch:
-        tops = [marked(path) if path else "." for path in paths]
+        tops = ["/".join(f"={part}" for part in path.split("/")) if path else "." for path in paths]
         add_patch(store, [*words, "-p", "--no-prefix", old, new, "--", *tops], found)
     return list(found.values())
 
@@ -1316,8 +1296,8 @@ class Request:
         whose = self.take("directory", str, "")
         known = self.store.state.setdefault("directories", {})
         if whose and known.setdefault(self.label, whose) != whose:
-            raise Failure(f"the snapshots are those of {printable(known[self.label])}, "
-                          f"and not of {printable(whose)}", "Another directory takes a new store.")
+            raise Failure(f"the snapshots are those of {known[self.label]}, and not of {whose}",
+                          "Another directory takes a new store.")
         walk = Walk(self.store, self.workspace, self.label, self.most)
         walk.commit()
         self.store.save()
@@ -1336,7 +1316,7 @@ class Request:
             if event["id"] == id and event["tree"] == self.label:
                 return event
         kept = ", ".join(event["id"] for event in self.events[-5:]) or "none"
-        raise Failure(f"there is no turn {printable(id)}", f"The last ones that are kept: {kept}.",
+        raise Failure(f"there is no turn {id}", f"The last ones that are kept: {kept}.",
                       "missing")
 
     def after(self, event: dict[str, Any], now: str) -> str:
@@ -1357,7 +1337,7 @@ class Request:
         about = {key: str(value)[:4096] for key, value in (turn or self.given).items()
                  if key in ("id", "when", "what", "command", "ended")}
         if turn and any(event["id"] == about.get("id") for event in self.events):
-            raise Failure(f"there is a turn {printable(about['id'])} already", "Take another id.")
+            raise Failure(f"there is a turn {about['id']} already", "Take another id.")
         event = self.find(end) if end else None
         walk = self.walk()
         if turn:
@@ -1386,8 +1366,7 @@ class Request:
     def diff(self) -> dict[str, Any]:
         now = self.store.state["last"].get(self.label)
         if not now:
-            raise Failure("there is no snapshot yet", "One is taken when an agent runs.",
-                          "nothing")
+            raise Failure("there is no snapshot yet", "One is taken when an agent runs.", "nothing")
         turn = self.take("turn", str, "")
         event = self.find(turn) if turn else None
         if self.take("now", bool, False) and not (event and event["after"]):
@@ -1398,7 +1377,7 @@ class Request:
         rows = differences(self.store, old, new, self.paths, self.take("patch", bool, False),
                            self.agents)
         if self.paths != [""] and not rows:
-            raise Failure(f"nothing has changed at {printable(', '.join(self.paths))}",
+            raise Failure(f"nothing has changed at {', '.join(self.paths)}",
                           "Paths begin at the top of the workspace.", "missing")
         return {"from": old, "to": new, "files": rows[:FILES], "more": len(rows[FILES:])}
 
@@ -1410,7 +1389,7 @@ class Request:
                  and (not event.get("undone") or some and event["id"] == turn)]
         if turn:
             if (first := self.find(turn)) not in turns:
-                raise Failure(f"turn {printable(turn)} is undone already",
+                raise Failure(f"turn {turn} is undone already",
                               "Try redo, or name the paths that were left.", "nothing")
             turns = [first] if self.take("only", bool, False) else turns[turns.index(first):]
         else:
@@ -1452,7 +1431,7 @@ class Request:
         """Merge into the workspace what turns the first tree of each step into the second one."""
         restore, dry = self.plan(walk, kind, steps), self.take("dry", bool, False)
         if self.paths != [""] and not restore.changes and not restore.left:
-            raise Failure(f"nothing is to change at {printable(', '.join(self.paths))}",
+            raise Failure(f"nothing is to change at {', '.join(self.paths)}",
                           "Paths begin at the top of the workspace.", "missing")
         elsewhere = self.take("elsewhere", bool, False)
         missing = {path for path, what in restore.done().items() if elsewhere and what != "mode"}
@@ -1487,7 +1466,7 @@ class Request:
             files = [new if new and new.kind != DIR else None for new in sent]
             answer["changed"] = [{**row, "kind": new.kind if new else "",
                                   "mode": new.mode if new else 0,
-                                  "size": self.store.size(file.id) if file else 0}
+                                  "size": self.store.ask("info", file.id)[0] if file else 0}
                                  for row, new, file in zip(rows, sent, files, strict=True)]
             answer["contents"] = (self.store.get(file.id) for file in files if file)
         return answer
@@ -1524,8 +1503,7 @@ VERBS = {name: getattr(Request, name) for name in
 
 
 def usage(message: str) -> Failure:
-    return Failure(printable(message), f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]",
-                   code=2)
+    return Failure(message, f"shadow.py {'|'.join(VERBS)} STORE WORKSPACE [REQUEST]", code=2)
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
@@ -1542,7 +1520,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     try:
         return dict(VERBS[argv[0]](Request(Store(os.path.abspath(argv[1])), argv[2], given)))
     except OSError as error:
-        raise Failure(f"{printable(str(error.filename or argv[1]))}: {error.strerror}",
+        raise Failure(f"{error.filename or argv[1]}: {error.strerror}",
                       "Is there space, and may one write there?") from None
     except (KeyError, TypeError, ValueError, EOFError, IndexError, AttributeError) as error:
         raise damaged(repr(error)[:300]) from None

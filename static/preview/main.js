@@ -2,8 +2,8 @@
 // The modules of the main UI do the talking with the service; they lie beside this one, under /ui/.
 
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
-const [{ api, link }, { $, drawn, h, putAt, say, toast }, { ago, changesAddress, changesText, lasted, tailOf, usageText, working },
-  { agentName, refresh, startPolling, store }, { AgentStream }, { plain }, { setTitle, startNews }] =
+const [{ api, link }, { $, drawn, h, putAt, say, toast }, { ago, changesAddress, changesText, lasted, tailOf,
+  usageText, working }, { agentName, refresh, startPolling, store }, { AgentStream }, { plain }, { setTitle, startNews }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js", "news.js"]
     .map((name) => import(ui + name)));
 
@@ -83,7 +83,8 @@ class Tile {
     this.cut = h("a", { class: "cut", href: `/#/s/${encodeURIComponent(name)}/network`, hidden: true }, "Network cut");
     this.about = h("p", { class: "about" });
     this.changes = h("a", { class: "changes", hidden: true });
-    this.used = h("a", { class: "used", href: `/#/s/${encodeURIComponent(name)}/usage`, hidden: true });
+    const usage = `/#/s/${encodeURIComponent(name)}/usage`;
+    this.used = h("a", { class: "used", href: usage, hidden: true });
     this.asked = h("p", { class: "asked" });
     this.tail = h("div", { class: "tail", tabindex: "0", role: "log", "aria-live": "off", "aria-label": `What ${name} does` });
     this.box = h("textarea", { rows: "1", "aria-label": `Prompt for ${name}`, enterkeyhint: "send" });
@@ -100,7 +101,8 @@ class Tile {
     this.form = h("form", {}, this.setUp, this.box, this.send, this.done, this.stop, this.start);
     this.element = h("article", { class: "tile", "aria-labelledby": id },
       h("header", {}, h("h2", { id }, h("a", { href: `/#/s/${encodeURIComponent(name)}/agent` }, name)), this.cut, this.state),
-      this.about, this.asked, h("p", { class: "facts" }, this.changes, this.used), this.tail, this.form);
+      this.about, this.asked, h("p", { class: "facts" }, this.changes, this.used), this.tail,
+      this.form);
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.prompt();
@@ -179,7 +181,7 @@ class Tile {
     this.used.hidden = !used;
     const spent = used?.left && Object.values(used.left).includes(0);
     this.used.classList.toggle("bad", Boolean(used?.error || spent));
-    put(this.used, used ? used.error || `${usageText(used)}${spent ? ": the budget is spent" : ""}` : "");
+    put(this.used, used ? used.error || usageText(used) + (spent ? ": the budget is spent" : "") : "");
     drawn(() => this.drawTail(row), (why) => this.undrawn(row, why));
     this.box.placeholder = state === "waiting" ? "Answer…" : running ? "Prompt…" : `${row.state}`;
     this.setUp.hidden = row.agentMode || !running;

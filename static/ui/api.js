@@ -1,7 +1,7 @@
 // The web service, as the README describes it under "Web service API".
 
-import { allUsage, changes, decision, detail, diff, job, news, outcomeOf, profiles, row, shown, usage, users }
-  from "./typed.js";
+import { allUsage, changes, decision, detail, diff, job, news, outcomeOf, profiles, row, shown,
+  usage, users } from "./typed.js";
 
 export class ApiError extends Error {
   constructor(status, { code = "failed", message = `the server answered with status ${status}`, hint = "" } = {}) {

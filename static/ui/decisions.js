@@ -31,10 +31,11 @@ const ruleFor = (host, port) => bracketed(host) + ([443, 80].includes(port) ? ""
 
 const BEYOND_RULES = ["rules", "host", "tls"]; // kinds of refusal that no further rule takes back
 
-// Kinds of refusal of the broker, whose rule is that of what it lets through: no rule of a host changes them.
+// Kinds of refusal of the broker, and the rule of what it lets through; none of a host changes that.
 const BROKER_KINDS = ["key", "path", "budget", "turn", "upstream"];
 const BROKER_RULE = "keys";
-const isBrokers = ({ host, rule, kind }) => BROKER_KINDS.includes(kind) || (rule === BROKER_RULE && host !== BROKER_RULE);
+const isBrokers = ({ host, rule, kind }) => BROKER_KINDS.includes(kind)
+  || (rule === BROKER_RULE && host !== BROKER_RULE);
 
 /** The rule that lets a refused host through, "" where there is none, or another has to go first. */
 function remedy({ host, port, rule, kind, address }) {
@@ -51,7 +52,8 @@ class Row {
     this.counted = {}; // when the last one was decided that a count from the proxy has in it
     const { host, port } = decision;
     this.brokers = isBrokers(decision);
-    this.label = host === OTHERS ? "other hosts" : `${bracketed(host)}:${port}${this.brokers ? " with its key" : ""}`;
+    this.label = host === OTHERS ? "other hosts" : `${bracketed(host)}:${port}`;
+    if (this.brokers) this.label += " with its key";
     this.change = change;
     this.last = decision;
     this.take(decision);
@@ -70,9 +72,11 @@ class Row {
         this.draw();
       }).then(() => event.detail || this.button.focus());
     } });
-    this.budget = h("a", { class: "button small", href: `#/s/${encodeURIComponent(this.name)}/settings` }, "Budget");
+    const settings = `#/s/${encodeURIComponent(this.name)}/settings`;
+    this.budget = h("a", { class: "button small", href: settings }, "Budget");
     this.element = h("li", {}, h("div", { class: "what" },
-      h("h3", { class: "mono" }, this.label), h("p", { class: "facts" }, this.chip, this.facts), this.why), this.budget, this.button);
+      h("h3", { class: "mono" }, this.label), h("p", { class: "facts" }, this.chip, this.facts), this.why),
+      this.budget, this.button);
   }
 
   take(decision) {
@@ -113,7 +117,8 @@ class Row {
       this.refused && this.refused < this.count && `refused ${this.refused}`, `last ${ago(time)}`].filter(Boolean).join(", "));
     this.facts.title = this.when ||= new Date(time).toLocaleString();
     put(this.why, this.changed ? `${denied ? "Refused" : "Allowed"} from the next connection on`
-      : verdict === "deny" ? [reason, rule].filter(Boolean).join(": ") : this.brokers ? "by the broker, which has the key" : `by the rule ${rule}`);
+      : verdict === "deny" ? [reason, rule].filter(Boolean).join(": ")
+        : this.brokers ? "by the broker, which has the key" : `by the rule ${rule}`);
     this.budget.hidden = this.last.kind !== "budget";
     put(this.button, denied ? "Allow" : "Deny");
     this.button.title = `${denied ? "Allow" : "Deny"} ${this.rule()}`;
@@ -294,14 +299,16 @@ function cutNotice(name) {
 
 function mountOther(root, context) {
   const { name, session: { network, keys } } = context;
-  const decisions = keys === "hidden" && decisionList(name, { live: () => context.session.state === "running" });
+  const live = () => context.session.state === "running";
+  const decisions = keys === "hidden" && decisionList(name, { live });
   root.append(h("div", { class: "scroll" }, h("div", { class: "network" },
     h("p", {}, Object.hasOwn(KINDS, network) ? KINDS[network]
       : `This session's network is ${network}.`),
     h("p", {}, "With an allowlist it reaches the hosts that you name and nothing else, and this page shows what it asks for. "
       + "Choose one in the ", h("a", { href: `#/s/${encodeURIComponent(name)}/settings` }, "settings"),
       ": the container has to be created again for it."),
-    decisions && [h("p", {}, "Of what goes to models with its hidden keys, this is what the broker has let through and refused."),
+    decisions && [h("p", {}, "Of what goes to models with its hidden keys, this is what the broker "
+      + "has let through and refused."),
       decisions.element])));
   if (!decisions) return {};
   decisions.listen();

@@ -32,10 +32,6 @@ export const grouped = (number) => number.toLocaleString("en", { maximumFraction
 
 export const dollars = (usd) => `$${usd > 0 && usd < 0.01 ? usd.toFixed(5) : usd.toFixed(2)}`;
 
-/** The tokens of a model's counts that a budget is for: not those read from a cache. */
-export const tokensOf = ({ input = 0, output = 0, written = 0, written_long = 0 }) =>
-  input + output + written + written_long;
-
 export const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
 
 /** A job's state as { text, tone }; tone is a class: run, good, bad or off. */
@@ -70,13 +66,23 @@ export const changesText = ({ files, added, deleted, risky } = {}) => !files ? "
   : [`${count(files, "file")} +${added ?? 0} −${deleted ?? 0}`, risky && count(risky, "warning")]
     .filter(Boolean).join(", ");
 
-/** What was used in words: of a model without a price tokens only. */
-export function usageText({ days = [] }) {
-  const models = days.flatMap((day) => day.models ?? []);
+/** What models have used together; usd is undefined where none has a price, and the least it was
+ * where one of them is `unpriced`. A budget is for tokens but those from a cache. */
+export function sumOf(models) {
   const priced = models.filter(({ usd }) => usd !== undefined);
-  const usd = dollars(priced.reduce((sum, model) => sum + model.usd, 0));
-  return [`${grouped(models.reduce((sum, model) => sum + tokensOf(model), 0))} tokens`,
-    priced.length && (priced.length < models.length ? `at least ${usd}` : usd)].filter(Boolean).join(" · ");
+  const add = (list, value) => list.reduce((sum, model) => sum + Math.max(value(model), 0), 0);
+  const counted = ({ input = 0, output = 0, written = 0, written_long = 0 }) =>
+    input + output + written + written_long;
+  return { tokens: add(models, counted), cached: add(models, ({ cached = 0 }) => cached),
+    usd: priced.length ? add(priced, ({ usd }) => usd) : undefined,
+    unpriced: priced.length < models.length };
+}
+
+/** What was used in words: of models without a price tokens only. */
+export function usageText({ days = [] }) {
+  const { tokens, usd, unpriced } = sumOf(days.flatMap(({ models = [] }) => models));
+  const price = usd === undefined ? "" : ` · ${unpriced ? "at least " : ""}${dollars(usd)}`;
+  return `${grouped(tokens)} tokens${price}`;
 }
 
 /** Where the changes of a session are shown, those of a turn open. */

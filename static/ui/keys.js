@@ -8,7 +8,7 @@ import { field } from "./sessions.js";
 const BROKER = {
   ready: "The broker has them, and puts them into what agents send to their models.",
   empty: "The broker has none: it gets them with the next command, prompt or terminal.",
-  down: "The broker does not run: it starts with the next command, prompt or terminal, and gets them then.",
+  down: "The broker does not run: it starts with the next command, prompt or terminal.",
 };
 
 const AMOUNTS = { // the label of each amount, how it reads, and its unit
@@ -31,8 +31,9 @@ export function budgetOf({ budget = {}, left = {} }) {
   return limited.length > 0 && h("ul", { class: "budget" }, limited.map(line));
 }
 
-/** The names of a session's hidden keys, the state of their broker, and the budget with a way to raise it. */
+/** The names of a session's hidden keys, the state of their broker, and the budget to raise. */
 export function keysSection(name) {
+  const usage = `#/s/${encodeURIComponent(name)}/usage`;
   const facts = h("div", {}, h("p", { class: "hint" }, "Loading…"));
   const left = h("div", { role: "status" });
   const errors = h("div", {});
@@ -50,20 +51,23 @@ export function keysSection(name) {
 
   function draw(data) {
     const { hiddenKeys = [], budget = {}, broker = "" } = data;
-    redraw(facts, hiddenKeys.length ? h("ul", { class: "keys", "aria-label": "Hidden keys" }, hiddenKeys.map((key) =>
-      h("li", { class: "mono" }, key))) : h("p", {}, "No key is configured that could be hidden."),
-    h("p", { class: "hint broker" }, hiddenKeys.length ? named(BROKER, broker) : null));
+    const keys = hiddenKeys.map((key) => h("li", { class: "mono" }, key));
+    redraw(facts, keys.length ? [h("ul", { class: "keys", "aria-label": "Hidden keys" }, keys),
+      h("p", { class: "hint broker" }, named(BROKER, broker))]
+      : h("p", {}, "No key is configured that could be hidden."));
     redraw(left, budgetOf(data) || h("p", { class: "hint" }, "There is no budget."));
     for (const [key, input] of Object.entries(inputs)) input.value = budget[key] ?? "";
     per.value = budget.per === "day" ? "day" : "session";
   }
 
   async function save() {
-    const amounts = Object.entries(inputs).filter(([, input]) => input.value !== "" || input.validity.badInput)
+    const given = Object.entries(inputs)
+      .filter(([, input]) => input.value !== "" || input.validity.badInput)
       .map(([key, input]) => [key, input.valueAsNumber]);
+    const budget = given.length ? { ...Object.fromEntries(given), per: per.value } : {};
     errors.replaceChildren();
     try {
-      await api.saveSettings(name, { budget: amounts.length ? { ...Object.fromEntries(amounts), per: per.value } : {} });
+      await api.saveSettings(name, { budget });
       draw(await api.usage(name));
       say("The budget was set");
     } catch (error) {
@@ -74,11 +78,13 @@ export function keysSection(name) {
   api.usage(name).then(draw).catch((error) => facts.replaceChildren(problem(error)));
   return [
     h("fieldset", {}, h("legend", {}, "Hidden keys"),
-      h("p", { class: "hint" }, "What runs in the session sees placeholders for the values of these variables."), facts),
+      h("p", { class: "hint" }, "What runs in the session sees placeholders for the values of "
+        + "these variables."), facts),
     h("fieldset", { onkeydown: enter }, h("legend", {}, "Budget"), left,
-      h("div", { class: "amounts" }, Object.entries(AMOUNTS).map(([key, [label]]) => field(label, inputs[key])),
+      h("div", { class: "amounts" },
+        Object.entries(AMOUNTS).map(([key, [label]]) => field(label, inputs[key])),
         field("Counted", per)), errors,
-      h("div", { class: "row" }, set, h("p", { class: "hint grow" }, "In force with the next request, and kept. ",
-        h("a", { href: `#/s/${encodeURIComponent(name)}/usage` }, "What was used")))),
+      h("div", { class: "row" }, set, h("p", { class: "hint grow" },
+        "In force with the next request, and kept. ", h("a", { href: usage }, "What was used")))),
   ];
 }

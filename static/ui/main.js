@@ -34,7 +34,8 @@ const decoded = (text) => {
 /** What the address asks for: { view, name, screen, turn }. */
 function place() {
   const [view, name, screen, turn] = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
-  if (view === "s" && name) return { view, name, screen: Object.hasOwn(SCREENS, screen) ? screen : "agent", turn };
+  const known = Object.hasOwn(SCREENS, screen);
+  if (view === "s" && name) return { view, name, screen: known ? screen : "agent", turn };
   return { view: Object.hasOwn(PAGES, view) ? view : "" };
 }
 
@@ -110,7 +111,9 @@ async function showSession(name, screen, turn) {
   const changed = () => { // what others have changed
     const [row, detail] = [store.find(name), view.detail];
     if (!row || !detail) return;
-    if (view.network === undefined || view.used !== usedBy(name)) drawHead(name, detail, view); // it was not known yet
+    // There may have been no list yet when it was drawn.
+    const drawn = view.network !== undefined && view.used === usedBy(name);
+    if (!drawn) drawHead(name, detail, view);
     const same = row.state === detail.state && row.agentMode === canBePrompted(detail) && row.network === view.network;
     if (!same) view.reload().catch(() => {});
   };
@@ -151,7 +154,10 @@ function mountFrame(name, view) {
   drawHead(name, null, view);
 }
 
-const usedBy = (name) => store.usage.has(name) && usageText(store.usage.get(name));
+function usedBy(name) {
+  const entry = store.usage.get(name);
+  return entry && !entry.error ? usageText(entry) : "";
+}
 
 function drawHead(name, session, view) {
   const state = session?.state ?? store.find(name)?.state ?? "";
@@ -164,8 +170,9 @@ function drawHead(name, session, view) {
   ].filter(Boolean) : [];
   redraw(frame.title, name, " ", state && h("span", { class: `state ${running ? "on" : "off"}` }, state));
   frame.facts.title = session?.directory ?? "";
-  redraw(frame.facts, view.used && [h("a", { href: addressOf(name, "usage") }, view.used), " · "],
-    view.network === "cut" && [h("a", { class: "chip bad", href: addressOf(name, "network") }, "network cut"), " "],
+  const cut = { class: "chip bad", href: addressOf(name, "network") };
+  redraw(frame.facts, view.network === "cut" && [h("a", cut, "network cut"), " "],
+    view.used && [h("a", { href: addressOf(name, "usage") }, view.used), " · "],
     facts.join(" · "), portLinks(session?.ports));
   Object.keys(SCREENS).forEach((key, index) =>
     (frame.tabs.children[index].hidden = key === "usage" && session?.keys !== "hidden"));

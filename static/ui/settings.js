@@ -13,11 +13,12 @@ import { store } from "./store.js";
 function environment(env, edited) {
   const rows = h("div", { class: "env" });
   const row = (name = "", value = "") => {
-    const hidden = value === null; // it is not given to a page, and stays as long as no other is typed
-    const key = h("input", { type: "text", value: name, readonly: hidden, placeholder: "NAME", "aria-label": "Name", class: "mono",
-      autocomplete: "off", autocapitalize: "off", spellcheck: "false" });
+    const hidden = value === null; // it is given to no page, and stays where no other is typed
+    const key = h("input", { type: "text", value: name, placeholder: "NAME", "aria-label": "Name", class: "mono",
+      readonly: hidden, autocomplete: "off", autocapitalize: "off", spellcheck: "false" });
     const text = h("textarea", { rows: "1", value: value ?? "", "data-hidden": hidden,
-      placeholder: hidden ? "hidden; type another value" : "value", "aria-label": `Value of ${name || "the variable"}`,
+      placeholder: hidden ? "hidden; type another value" : "value",
+      "aria-label": `Value of ${name || "the variable"}`,
       class: "mono secret", autocomplete: "off", autocapitalize: "off", spellcheck: "false" });
     const line = h("div", { class: "env-row" }, key, text,
       h("button", { class: "quiet", type: "button", "aria-label": `Remove ${name || "this variable"}`, onclick: () => {
@@ -36,7 +37,8 @@ function environment(env, edited) {
   return {
     element: h("div", {}, rows, h("div", { class: "row" }, add, h("label", { class: "check" }, show, "Show values"))),
     read: () => Object.fromEntries([...rows.children].map((line) => [...line.querySelectorAll("input, textarea")])
-      .map(([key, text]) => [key.value.trim(), text.value || ("hidden" in text.dataset ? null : "")]).filter(([name, value]) => name || value)),
+      .map(([key, text]) => [key.value.trim(), text.value || ("hidden" in text.dataset ? null : "")])
+      .filter(([name, value]) => name || value)),
   };
 }
 
@@ -51,7 +53,6 @@ export function mount(root, context) {
   const { name } = context;
   const scroll = h("div", { class: "scroll" }, h("p", { class: "dim pad" }, "Loading…"));
   root.append(scroll);
-  const keys = context.session.keys === "hidden" ? keysSection(name) : null;
   let gone = false;
   api.settings(name).then((data) => gone || draw(data, drafts.get(name))).catch((error) => gone || scroll.replaceChildren(problem(error)));
 
@@ -83,7 +84,7 @@ export function mount(root, context) {
       h("fieldset", {}, h("legend", {}, "Environment"),
         h("p", { class: "hint" }, "In force at the next command, prompt or terminal. Added to what is configured; kept on this machine only."),
         env.element),
-      keys,
+      context.session.keys === "hidden" ? keysSection(name) : null,
       h("fieldset", {}, h("legend", {}, "Network"),
         h("p", { class: "hint" }, "The hosts of a list are in force at once. Another kind of network needs a new container: "
           + "when it is saved, this page says so and can make it."),

@@ -57,7 +57,8 @@ let usageAsked = -Infinity;
 
 /** Ask now and then for what was used, where that is counted; the list does not wait for it. */
 async function loadUsage() {
-  if (performance.now() - usageAsked < USAGE_PERIOD || !store.sessions.some(({ keys }) => keys === "hidden")) return;
+  const counted = store.sessions.some(({ keys }) => keys === "hidden");
+  if (!counted || performance.now() - usageAsked < USAGE_PERIOD) return;
   usageAsked = performance.now();
   try {
     const { sessions = [] } = await api.allUsage();

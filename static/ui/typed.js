@@ -104,7 +104,8 @@ export const job = fitted({ id: shown, session: shown, kind: shown, state: shown
   error: shown, tail: shown, changes: jobChanges }, "error");
 const rules = fitted({ allow: texts, deny: texts }, "allow");
 const session = { name: shown, state: shown, agent: shown, directory: shown };
-export const row = fitted({ ...session, workspace: shown, network: shown, keys: shown, agentMode: whether, jobs: amount,
+export const row = fitted({ ...session, workspace: shown, network: shown, keys: shown,
+  agentMode: whether, jobs: amount,
   autostarts: amount, terminals: amount, last: job }, "name");
 export const detail = fitted({ ...session, profile: shown, workdir: shown, runtime: shown,
   workspace: shown, keys: shown,
@@ -120,12 +121,14 @@ export const profiles = fitted({ profiles: each(profile), agentDetails: each(age
 const DECISION = fitted({ host: shown, port: amount, verdict: shown, rule: shown, reason: shown,
   time: shown, first: shown, count: amount, kind: shown, address: shown }, "host");
 export const decision = (value) => ({ host: "", time: "", ...DECISION(value) });
-const models = entries({ requests: amount, input: amount, output: amount, cached: amount, written: amount,
-  written_long: amount, usd: amount }, "model");
+const models = entries({ requests: amount, input: amount, output: amount, cached: amount,
+  written: amount, written_long: amount, usd: amount }, "model");
 const budget = fitted({ usd: amount, tokens: amount, minutes: amount, per: shown }, "per");
-const used = { error: shown, budget, left: budget, days: entries({ models }, "day"), unpriced: texts };
+const used = { error: shown, budget, left: budget, days: entries({ models }, "day"),
+  unpriced: texts };
 export const usage = fitted({ ...used, prices: shown, broker: shown, hiddenKeys: texts }, "error");
-export const allUsage = fitted({ sessions: rows({ name: shown, ...used }, "name"), prices: shown }, "prices");
+export const allUsage = fitted({ sessions: rows({ name: shown, ...used }, "name"),
+  prices: shown }, "prices");
 const turns = rows({ id: shown, kind: shown, when: shown, what: shown, command: shown, after: shown,
   files: amount, added: amount, deleted: amount, risky: amount,
   beside: texts, state: shown, turns: texts, paths: each(exact) }, "id");
