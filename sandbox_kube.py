@@ -100,7 +100,7 @@ class Kubectl(Engine):
     def check_session(self, config: Config, spec: Mapping[str, Any]) -> None:
         mounts = [source for source, _, _ in sandbox.binds_of(spec) if source.startswith("/")]
         for wrong, what, why, hint in (
-                (spec["network"] == "host", "host as network", "it would be that of a node",
+                (spec["network"] == "host", "the host's network", "it would be that of a node",
                  "use --net open"),
                 (spec["network"] != "open", f"{sandbox.shown(spec['network'])} as network",
                  "not every cluster can cut a pod off",

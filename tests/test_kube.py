@@ -260,7 +260,7 @@ def test_what_a_cluster_cannot_is_refused(cluster: Cluster, name: str) -> None:
                   ["--keys", "hidden"], ["--pids-limit", "9"]):
         refused = cluster.must("run", "-n", name, *asked, "-x", "true", status=125)
         assert "a cluster cannot give a session" in refused.stderr, refused.stderr
-    refused = cluster.must("build", "--on", "k8s", status=1)
+    refused = cluster.must("build", "--on", "k8s", "--iv", "1.0-common", status=1)
     assert "a cluster builds no images" in refused.stderr, refused.stderr
     assert not cluster.left()
 
