@@ -175,14 +175,16 @@ def test_terminals_are_held_in_the_pod(cluster: Cluster, name: str) -> None:
 def test_a_port_reaches_this_machine_until_a_signal_ends_the_run(cluster: Cluster,
                                                                  name: str) -> None:
     run = cluster.popen("run", "-n", name, "-p", "18080:8000", "-x",
-                        "exec python3 -m http.server 8000")
+                        "exec python3 -u -m http.server 8000")
+    # A connection of before it listens hangs in the kubelet of 1.20, and those that follow, too.
+    assert run.stdout and run.stdout.readline().startswith("Serving")
     ask = ["nsenter", "--net=/run/netns/sbxk-lan",  # where the bed's kubectl runs
-           "curl", "-sf", "http://127.0.0.1:18080/here"]
-    wait_for(lambda: subprocess.run(ask, capture_output=True).stdout == b"ours\n", 240)
+           "curl", "-sf", "-m", "5", "http://127.0.0.1:18080/here"]
+    wait_for(lambda: subprocess.run(ask, capture_output=True).stdout == b"ours\n")
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == 143
     shown = cluster.kubectl("exec", cluster.pod(name), "-c", "session", "--", "ps")
-    assert "http.server" not in shown and subprocess.run(ask, capture_output=True).returncode == 7
+    assert "http.server" not in shown and subprocess.run(ask, capture_output=True).returncode
 
 
 def test_jobs_of_the_web_service_run_in_the_pod(cluster: Cluster, name: str) -> None:
