@@ -3,6 +3,7 @@
     sandbox run -y c                 Claude Code on the current directory, in a new container
     sandbox run -n demo -- -c        continue the agent's conversation in the container "demo"
     sandbox run --allow HOST -y c    the same, able to reach that host and nothing else
+    sandbox run --on HOST -y c       the same on another machine, of the key "hosts"
     sandbox recreate demo -p 80:80   a new container for it, its conversations stay
     sandbox ps | attach | logs | stop | start | cp | rm | rename | net | prune | build | doctor
     sandbox log | diff | undo | redo what agents have changed, and back
@@ -10,7 +11,8 @@
     sandbox init | config | serve | completion
 
 Files: ~/.sandbox/sandbox.json (SANDBOX_HOME moves the directory) holds the configuration,
-~/.sandbox/env/*.env by convention the env files, static/image/ what goes into the image.
+~/.sandbox/env/*.env by convention the env files, ~/.sandbox/@HOST/ what is kept of the sessions of
+a host, static/image/ what goes into the image.
 
 Exit codes: 0; 1 our own failure or a wrong configuration; 2 usage; 130 Ctrl-C. `run` passes the
 status of what it ran on, uses 125 for a failure before that, and 128+n for a signal n.
@@ -620,7 +622,7 @@ def a_network(value: Any) -> Any:
 a_name = fulfilling(
     lambda text: is_name(text.partition("@")[0]) and ("@" not in text or is_host(
         text.partition("@")[2])),
-    "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first")
+    "a container name: 2 to 128 of A-Z a-z 0-9 _ . -, a letter or digit first; @HOST may follow")
 an_image_name = fulfilling(
     is_image_name, "an image name: lower case, without a version (that is imageVersion)")
 an_image_version = fulfilling(is_image_version,
@@ -781,7 +783,8 @@ KEYS = {key.name: key for key in (
     Key("keys", one_of(KEYS_ARE, "a way to give keys"), "--keys", "hidden|visible",
         "whether agents see the keys that they work with", default="visible", fixed=True),
     Key("budget", a_budget, "--budget", "AMOUNT",
-        "refuse what goes beyond it, such as 5usd, 2e6tokens or 60minutes/day", setting=True),
+        "refuse what goes beyond it, such as 5usd, 2e6tokens or 60minutes/day; needs --keys hidden",
+        setting=True),
     Key("autostart", a_string, setting=True),
     Key("agentPromptCommand", a_prompt_template, setting=True),
     Key("checkpoint", a_checkpoint),
@@ -801,7 +804,7 @@ KEYS = {key.name: key for key in (
            "build doctor serve",
         variable="SANDBOX_RUNTIME", above_file=True),
     Key("host", fulfilling(lambda text: not text or is_host(text), "a name of a host"), "--on",
-        "HOST", "a host of `hosts`; default: this machine",
+        "HOST", "a machine of the key hosts in sandbox.json; default: this machine",
         of="run ps attach logs log diff undo redo merge stop start cp rm recreate rename net prune "
            "build doctor serve usage budget", variable="SANDBOX_HOST", above_file=True),
     Key("hosts", some_hosts, own=True),
@@ -6493,6 +6496,8 @@ def show_command(args: argparse.Namespace) -> int:
     lines.append(f"SANDBOX_ENV={quote_all([script])} {quote_all(argv)}")
     if masked:
         lines.insert(0, f"# masked: {' '.join(masked)} (--reveal prints them)")
+    if session.copy and not engine.shares_files and not request.session:
+        lines.insert(0, f"# and the directory is sent to {engine.host} before")
     if session.hides_keys:
         lines.insert(0, "# and the keys are given to the session's broker over stdin")
     if request.turn_of(engine, session, compose(request.base(), args.agent_args)):

@@ -83,6 +83,10 @@ def shadow_argv(engine: Engine, session: Session, name: str, verb: str,
     """
     if not session.is_ours:  # then its labels name neither what is mounted nor what runs there
         raise SandboxError(f"{session.name} was not made from here: nothing is kept of its changes")
+    if origin and not engine.shares_files:  # the path there is that of another directory
+        raise SandboxError(f"the directory of {session.name} is on this machine, and what was "
+                           "merged into it is not taken back from there",
+                           "take it back with git or an editor")
     source = "" if origin else session.copy
     binds = [(source or sandbox.source_of(session.created()[0]), WORK_DIRECTORY,
               "" if writable else "ro"), (session.store, STORE_DIRECTORY, "")]

@@ -109,7 +109,8 @@ class Kubectl(Engine):
                  "use --keys visible, or a host with docker or podman"),
                 (mounts, f"the mount of {mounts[0] if mounts else ''}",
                  "its nodes do not see this machine's files",
-                 "leave -v and --workspace out; sandbox cp copies what is needed"),
+                 'leave directories in -v, and "workspace": "mount", out; sandbox cp copies'
+                 " what is needed"),
                 (config.is_given("pidsLimit"), "a limit of processes",
                  "only the kubelet has one, for all pods", "leave pidsLimit out")):
             if wrong:

@@ -236,7 +236,8 @@ def test_autostart_is_not_lost_with_a_service_that_is_killed(service: Service, n
         threading.Thread(target=lambda: suppressed(service.post, "/api/sessions", fields)).start()  # noqa: B023
         if number == 0:  # it never hears that the container is there
             making = ["pgrep", "-P", str(service.pid), "-f", f" run -d .*{session}"]
-            wait_for(lambda: subprocess.run(making, stdout=subprocess.DEVNULL).returncode == 0)  # noqa: B023
+            wait_for(lambda: not subprocess.run(  # noqa: B023
+                making, stdout=subprocess.DEVNULL).returncode)  # noqa: B023
             os.kill(service.pid, signal.SIGSTOP)
         running = ("ps", "--format", "{{.Names}}")
         wait_for(lambda: session in service.engine.run(*running).stdout.split())  # noqa: B023

@@ -8,7 +8,8 @@ each placeholder in authorization, x-api-key, x-goog-api-key and ?key= replaced 
 else stands there is dropped. Each connection serves one request; the next one to a provider is made
 beforehand. The keys are in memory only: a broker that has restarted has none.
 
-Over /run/sandbox-broker.sock the host says a JSON object per line, and gets one for each,
+Over the socket that SANDBOX_BROKER names the host says a JSON object per line, and gets one for
+each,
 {"ok": true, ...} or {"error": text}:
   {"do": "set", ...}   put in force what is given, all or nothing; what is not given stays, other
                        providers, too, whose agents may be running:

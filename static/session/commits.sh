@@ -1,9 +1,11 @@
-# Runs in a container of its own as the user of a session: brings the commits of its copy, which is
-# /run/sandbox-work, into the repository at $3 as the branch $1; with $2 = 1 it only counts them, with
-# $2 = 2 it prints them as a bundle, which has them as the branch work. With $2 = 3 it is no container
-# where it runs, but $FOLDER on the machine of the person, and they come from a bundle on stdin. Else
-# it prints how many there are, and how many more other branches, tags, stashes and worktrees of the
-# copy have. What follows are the arguments of mounts_are().
+# Brings the commits of a session's copy, which is /run/sandbox-work, into the repository at $3 as
+# the branch $1. It runs in a container of its own, as the user of the session. $2 says how:
+#   0  bring them, and print how many there are, and how many more other branches, tags, stashes
+#      and worktrees of the copy have
+#   1  only print these numbers
+#   2  print the commits as a bundle, which has them as the branch work
+#   3  bring them from such a bundle on stdin: in $FOLDER on the person's machine, in no container
+# After $3 come the arguments of mounts_are().
 # git sees two repositories that are made here: of the copy they have the objects and one commit,
 # of the person's the objects and the refs, and of neither any configuration or hook.
 branch=$1 how=$2 ours=$3 theirs=/run/sandbox-work/.git

@@ -1,6 +1,6 @@
 # Runs as root in a container of its own: fills the copy of a session, which is /run/sandbox-work,
-# with what is at /run/sandbox-from, or $FROM. $1 is the name of the linked worktree that this is, or
-# empty; its repository is at /run/sandbox-git, or $GIT. What follows are the arguments of
+# with what is at /run/sandbox-from, or $FROM. $1 is the name of the linked worktree that this is,
+# or empty; its repository is at /run/sandbox-git, or $GIT. Then come the arguments of
 # mounts_are().
 worktree=$1 to=/run/sandbox-work from=${FROM:-/run/sandbox-from} git=${GIT:-/run/sandbox-git}
 shift

@@ -31,7 +31,7 @@ const ruleFor = (host, port) => bracketed(host) + ([443, 80].includes(port) ? ""
 
 const BEYOND_RULES = ["rules", "host", "tls"]; // kinds of refusal that no further rule takes back
 
-// Kinds of refusal of the broker, and the rule of what it lets through; none of a host changes that.
+// Kinds of refusal of the broker, and the rule of what it lets through: no host's rule changes these.
 const BROKER_KINDS = ["key", "path", "budget", "turn", "upstream"];
 const BROKER_RULE = "keys";
 const isBrokers = ({ host, rule, kind }) => BROKER_KINDS.includes(kind)
@@ -75,7 +75,8 @@ class Row {
     const settings = `#/s/${encodeURIComponent(this.name)}/settings`;
     this.budget = h("a", { class: "button small", href: settings }, "Budget");
     this.element = h("li", {}, h("div", { class: "what" },
-      h("h3", { class: "mono" }, this.label), h("p", { class: "facts" }, this.chip, this.facts), this.why),
+      h("h3", { class: "mono" }, this.label),
+      h("p", { class: "facts" }, this.chip, this.facts), this.why),
       this.budget, this.button);
   }
 

@@ -36,7 +36,8 @@ function environment(env, edited) {
     oninput: (event) => event.stopPropagation() }); // it changes no setting
   return {
     element: h("div", {}, rows, h("div", { class: "row" }, add, h("label", { class: "check" }, show, "Show values"))),
-    read: () => Object.fromEntries([...rows.children].map((line) => [...line.querySelectorAll("input, textarea")])
+    read: () => Object.fromEntries([...rows.children]
+      .map((line) => [...line.querySelectorAll("input, textarea")])
       .map(([key, text]) => [key.value.trim(), text.value || ("hidden" in text.dataset ? null : "")])
       .filter(([name, value]) => name || value)),
   };
