@@ -3056,6 +3056,9 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
     gets these `settings`; without any it has those of its name. Raises SandboxError.
     """
     engine, rootless = pick_engine(engines)
+    if engine.shares_files != engines[0].shares_files and not config.is_given("workspace"):
+        # The first one did not answer, and with it another default was assumed.
+        spec = {**spec, "workspace": WORKSPACES[0 if engine.shares_files else 1]}
     name = engine.full(name)
     check_agent(engine, config)
     if settings is not None and (other := namesake(engine, name)):
@@ -3254,7 +3257,8 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
                 if (wanted := settings()) != read_settings(session.name):
                     write_settings(session.name, wanted)
         remove_container(engine, session)
-        if session.is_ours and place != spec["sources"][0]:
+        same = {spec["sources"][0]} | (set() if engine.shares_files else {spec["directory"]})
+        if session.is_ours and place not in same:
             remove_volumes(engine, session.store)  # its snapshots are of the directory before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
@@ -3420,7 +3424,8 @@ def start_session(engine: Engine, session: Session) -> None:
         # who could look before anything runs is the container, which is no longer as it was made.
         message = f"{session.name} is stopped, and others may have changed what git mounts there"
         raise SandboxError(message, f"sandbox recreate {session.name}, which keeps its home", 125)
-    if have.get("sources") and any(resolved(path) != path for path, _, _ in binds_of(have)):
+    if (engine.shares_files and have.get("sources")
+            and any(resolved(path) != path for path, _, _ in binds_of(have))):
         raise mount_turned(session)
     # Restart the proxy: what ran in the session before may have left it stuck. Give it its rules
     # before any command runs.
@@ -3518,13 +3523,14 @@ def remove_session(engine: Engine, session: Session) -> None:
         # The labels of one that is not ours may name what belongs to another session.
         ours = (session.copy, session.store) if session.is_ours else ()
         remove_volumes(engine, session.home, *ours)
-        if session.copy and session.is_ours and not engine.shares_files:
-            import sandbox_travel
-
-            sandbox_travel.drop_mirror(engine, session)
         if not namesake(engine, session.name):
             forget_files(session.name)
         forget_lock(session.home)
+        if session.copy and session.is_ours and not engine.shares_files:
+            import sandbox_travel
+
+            with suppress(SandboxError):  # `prune` knows it, too
+                sandbox_travel.drop_mirror(engine, session)
 
 
 def namesake(engine: Engine, name: str) -> str:
@@ -3532,7 +3538,9 @@ def namesake(engine: Engine, name: str) -> str:
     name, and may be that one's. No call of an engine where none was seen.
     """
     for other in [] if engine.host else engines_here(Config([], "")):
-        known = recall([other], name) if (other.name, other.host) != (engine.name, "") else None
+        if other.host or other.name == engine.name:
+            continue
+        known = recall([other], name)
         with suppress(EngineProblem, OSError):  # not there, or out of order
             if known and not Output(other.inspect_argv(known[1].id or name)).result()[0]:
                 return other.name
@@ -6154,13 +6162,13 @@ def cmd_cp(args: argparse.Namespace) -> int:
         raise SandboxError("a path has a control character or a byte that is not UTF-8",
                            "engines would take another one for it")
     if name:
-        return call(engine.argv("cp", f"{session.id}:{inner}", outer))
+        return call([*engine.argv("cp"), f"{session.id}:{inner}", outer])
     into = [os.path.basename(outer.rstrip("/"))]
     if into == ["."] and os.path.isdir(outer):  # its content
         into = os.listdir(outer)
     elif not in_session(engine, session, ["test", "-d", inner]):
         into = [""]
-    status = call(engine.argv("cp", outer, f"{session.id}:{inner}"))
+    status = call([*engine.argv("cp"), outer, f"{session.id}:{inner}"])
     if not status and session.user != "0:0":  # engines make it root's
         copied = [os.path.join(inner, item).rstrip("/") for item in into]
         if not in_session(engine, session, ["chown", "-hR", session.user, *copied]):

@@ -115,12 +115,15 @@ class Ports:
 
     def __init__(self, engine: Engine, name: str, ports: Sequence[str], brief: bool) -> None:
         self.engine, self.name, self.ports, self.brief, self.pid = engine, name, ports, brief, 0
+        self.begun = time.monotonic()
 
     def __enter__(self) -> None:
         if not self.ports:
             return
         known = sandbox.recall([self.engine], self.name)
         own = self.engine.forward_argv(known[1].id if known else "", self.ports)
+        if not (own or self.engine.ssh_words()):
+            return
         argv = own or [*forward_argv(self.engine, self.ports), "cat"]
         if self.brief or any(is_taken(port) for port in self.ports):
             sandbox.say(f"the ports of {self.name} are those of {self.engine.host}"
@@ -133,12 +136,11 @@ class Ports:
         os.close(held)
 
     def has_ended(self) -> bool:
-        """Whether ssh was cut."""
-        if not (self.pid and os.waitpid(self.pid, os.WNOHANG)[0]):
-            return False
-        os.close(self.end)
-        self.pid = 0
-        return True
+        """Whether nothing brings them any more, or never did."""
+        if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
+            os.close(self.end)
+            self.pid = 0
+        return not self.pid
 
     def __exit__(self, *_: object) -> None:
         if self.pid and not self.has_ended():

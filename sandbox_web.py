@@ -1027,17 +1027,21 @@ class Sessions:
         return rows + [sandbox.lost_row(host, why) for host, why in lost.items()]
 
     def bring_ports(self, rows: Rows) -> None:
-        """Have the ports of the sessions elsewhere reach this machine as long as they run."""
+        """Have the ports of our sessions elsewhere reach this machine as long as they run."""
         wanted = {row["name"]: row for row in rows
                   if row["host"] and row["ports"] and row["state"] == "running"}
+        long_ago = time.monotonic() - LOST_SECONDS
         for name in [name for name, ports in self.ports.items()
-                     if name not in wanted or ports.has_ended()]:
+                     if name not in wanted or ports.has_ended() and ports.begun < long_ago]:
             self.ports.pop(name).__exit__()
         for name in set(wanted) - set(self.ports):
             import sandbox_hosts
 
             row = wanted[name]
             engine = sandbox.engine_of(row["runtime"], row["host"])
+            known = sandbox.recall([engine], name)
+            if not (known and known[1].is_ours):  # another person of the host chose its ports
+                continue
             self.ports[name] = sandbox_hosts.Ports(engine, name, row["ports"], brief=False)
             with suppress(SandboxError, OSError):
                 self.ports[name].__enter__()
