@@ -143,7 +143,8 @@ def test_a_mount_of_files_of_this_machine_is_refused(there: Elsewhere, home: Pat
                          ([], {"DOCKER_CONTEXT": "big", "SANDBOX_RUNTIME": "docker"}),
                          ([], {"CONTAINER_CONNECTION": "lab", "SANDBOX_RUNTIME": "podman"}),
                          ([], {"CONTAINERS_CONF": str(served), "SANDBOX_RUNTIME": "podman"})):
-        done = there.sandbox("run", *options, "-n", name, "-x", "touch wrong", env=env)
+        mount = f"{project}:/elsewhere"
+        done = there.sandbox("run", *options, "-v", mount, "-n", name, "-x", "true", env=env)
         assert done.returncode == 125
         assert f"the directory {project} is on this machine" in done.stderr, done.stderr
         assert '"workspace": "mount"' in done.stderr and "--copy" in done.stderr
