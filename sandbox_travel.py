@@ -117,6 +117,8 @@ class Seen:
             return
         if had is not None and (had or "d")[0] != kind:
             self.write(row("-", whole))
+            for gone in [other for other in self.had if other.startswith(f"{whole}/")]:
+                del self.had[gone]  # with it: by its path it would be sought behind a link
         if kind != "f":
             more = [os.readlink(name, dir_fd=fd)] if kind == "l" else []
             self.write(row(kind, whole, self.word(st), *about(st), *more))

@@ -1,0 +1,134 @@
+"""What makes a mirror on a host, and what brings a merge back from there, without an engine: the
+container is a process of this machine, and its mirror a directory.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import sandbox_travel
+from sandbox import SandboxError
+from sandbox_travel import MIRROR_DIRECTORY, Helper
+
+RECEIVE = ROOT / "static" / "session" / "receive.py"
+
+
+class Far:
+    """A directory, and what stands for a host: it is told a command, or nothing but a lie."""
+
+    host, name = "big", "docker"
+
+    def __init__(self, area: Path) -> None:
+        self.area, self.lie = area, ["true"]
+        self.top, self.mirror = area / "work", area / "mirror"
+        for folder in (self.top, self.mirror):
+            folder.mkdir()
+        spec = {"directory": str(self.top), "sources": [str(self.top)], "image": "none"}
+        self.session: Any = SimpleNamespace(
+            created=lambda: (spec, {}), user=f"{os.getuid()}:{os.getgid()}", store="store",
+            name="far", copy="copy", id="id", labels={})
+        self.engine: Any = self
+
+    def closed_argv(self, _name: str, _image: str, words: Sequence[str], **_: object) -> list[str]:
+        given = words.index(MIRROR_DIRECTORY) + 3
+        known = [str(self.mirror) if word == MIRROR_DIRECTORY else word for word in words[:given]]
+        return [*known, *(words[given:] if self.lie == [] else self.lie)]
+
+    def argv(self, *_: str) -> list[str]:
+        return ["true"]
+
+    def failure(self, text: str) -> SandboxError:
+        return SandboxError(text)
+
+    def send(self) -> None:
+        for path in [self.top, *self.top.rglob("*")]:  # else nothing of it is sure to be unchanged
+            if not path.is_symlink():
+                os.utime(path, ns=(10**18, 10**18))
+        with Helper(self.engine, self.session, []) as helper:
+            assert helper.output() == b""
+
+    def merge(self, *rows: Mapping[str, Any], contents: bytes = b"") -> dict[str, Any]:
+        """Of what the host says has changed."""
+        answer = {"dry": True, "turns": [], "changed": [*rows], "left": []}
+        (self.area / "lie").write_bytes(json.dumps(answer).encode() + b"\n" + contents)
+        self.lie = ["sh", "-c", 'cat >/dev/null; exec cat "$0"', str(self.area / "lie")]
+        return sandbox_travel.merge(self.engine, self.session, {}, False)
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Far:
+    monkeypatch.setenv("SANDBOX_HOME", str(tmp_path / "kept"))
+    return Far(tmp_path)
+
+
+# --- Mirrors ---
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing counts as just written."""
+    monkeypatch.setattr(sandbox_travel, "RACY_NS", -10**18)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_directory_that_becomes_a_link_takes_nothing_along(far: Far) -> None:
+    """`mv current v1; ln -s v1 current`, which releases do."""
+    for name in ("a", "b"):
+        (far.top / "current" / "inner").mkdir(parents=True, exist_ok=True)
+        (far.top / "current" / "inner" / name).write_text(name)
+    far.send()
+    (far.top / "current").rename(far.top / "v1")
+    (far.top / "current").symlink_to("v1")
+    far.send()
+    mirrored = far.mirror / "from"
+    assert os.readlink(mirrored / "current") == "v1"
+    assert (mirrored / "v1" / "inner" / "a").read_text() == "a"
+    assert (mirrored / "v1" / "inner" / "b").read_text() == "b"
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_link_out_of_the_mirror_reaches_nothing(far: Far) -> None:
+    store = far.area / "store"
+    (far.top / "folder").mkdir()
+    store.mkdir()
+    for folder in (far.top / "folder", store):
+        (folder / "state.json").write_text("{}")
+    far.send()
+    (far.top / "folder" / "state.json").unlink()
+    (far.top / "folder").rmdir()
+    (far.top / "folder").symlink_to(store)
+    far.send()
+    assert (store / "state.json").exists()
+    assert os.readlink(far.mirror / "from" / "folder") == str(store)
+
+
+@pytest.mark.parametrize("row, fails", [
+    (["-", "from/way/file"], False), (["-", "from/way/inner"], False),
+    (["f", "from/way/file", "w", 0o644, 1], True),
+    (["l", "from/way/file", "w", 0o777, 1, "x"], True),
+    (["d", "from/way", "w", 0o777, 1], True), (["d", "from/way/inner", "w", 0o777, 1], True)])
+def test_no_row_goes_through_a_link(far: Far, row: list[Any], fails: bool) -> None:
+    """Whatever order of rows a directory that changes meanwhile makes."""
+    outside = far.area / "outside"
+    (outside / "inner").mkdir(parents=True)
+    (outside / "file").write_text("kept")
+    outside.chmod(0o700)
+    (outside / "inner").chmod(0o700)
+    rows = [["d", "from", "w", 0o755, 1], ["l", "from/way", "w", 0o777, 1, str(outside)], row]
+    content = bytes(16) if row[0] == "f" else b""  # none of it, and a size of 0
+    given = b"".join(json.dumps(row).encode() + b"\n" for row in rows) + content + b'["end"]\n'
+    done = subprocess.run([sys.executable, "-I", "-S", str(RECEIVE), str(far.mirror),
+                           *far.session.user.split(":"), "true"],
+                          input=given, capture_output=True, timeout=60)
+    assert done.returncode == fails, done.stderr
+    assert not fails or b"from/way" in done.stderr and b"Traceback" not in done.stderr
+    assert (outside / "file").read_text() == "kept" and not (outside / "file").is_symlink()
+    assert [path.stat().st_mode & 0o777 for path in (outside, outside / "inner")] == [0o700] * 2
