@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +132,37 @@ def test_no_row_goes_through_a_link(far: Far, row: list[Any], fails: bool) -> No
     assert not fails or b"from/way" in done.stderr and b"Traceback" not in done.stderr
     assert (outside / "file").read_text() == "kept" and not (outside / "file").is_symlink()
     assert [path.stat().st_mode & 0o777 for path in (outside, outside / "inner")] == [0o700] * 2
+
+
+# --- What comes back ---
+
+
+def changed(path: str, kind: str, mode: int = 0o644, size: int = 0, status: str = "added",
+            ) -> dict[str, Any]:
+    return {"path": path, "kind": kind, "mode": mode, "size": size, "status": status, "risk": []}
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_mode_comes_back(far: Far, monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
+    """Also to a machine that has no O_PATH, as a Mac."""
+    if lacks:
+        monkeypatch.delattr(os, "O_PATH")
+        monkeypatch.setattr(os, "chmod", without_proc(os.chmod))
+    (far.top / "tool").write_text("same")
+    (far.top / "folder").mkdir(mode=0o755)
+    rows = [changed("tool", "file", 0o755, 4, "mode"), changed("folder", "dir", 0o700, 0, "mode"),
+            changed("new", "file", 0o755, 4)]
+    answer = far.merge(*rows, contents=b"samenew\n")
+    assert answer["left"] == [] and len(answer["changed"]) == 3
+    assert (far.top / "tool").stat().st_mode & 0o777 == 0o755
+    assert (far.top / "folder").stat().st_mode & 0o777 == 0o700
+    assert (far.top / "new").read_text() == "new\n"
+
+
+def without_proc(chmod: Callable[..., None]) -> Callable[..., None]:
+    def changes(path: int | str, *words: Any, **more: Any) -> None:
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(2, "there is no /proc", path)
+        chmod(path, *words, **more)
+
+    return changes

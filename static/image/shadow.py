@@ -1110,15 +1110,18 @@ class Restore:
             self.set_mode(fd, name, path)
 
     def set_mode(self, fd: int, name: str, path: str) -> None:
-        """Not through a link, and also where the file may not be read. Raises OSError."""
+        """Not through a link. Where there is O_PATH (Linux; a merge from another machine may end on
+        macOS) also of a file that may not be read. Raises OSError.
+        """
         _, new = self.changes[path]
         assert new
-        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY * (new.kind == DIR)
-        file = os.open(name, flags, dir_fd=fd)
+        way: int | None = getattr(os, "O_PATH", None)
+        flags = FLAGS if way is None else way | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(name, flags | os.O_DIRECTORY * (new.kind == DIR), dir_fd=fd)
         try:
             if stat.S_ISLNK(os.fstat(file).st_mode):
                 raise OSError("it is a link now")
-            os.chmod(f"/proc/self/fd/{file}", mode_for(file, new))
+            os.chmod(file if way is None else f"/proc/self/fd/{file}", mode_for(file, new))
         finally:
             os.close(file)
 
