@@ -384,8 +384,10 @@ def merge(engine: Engine, session: Session, about: Mapping[str, Any], dry: bool)
     """
     answer, left = ask_mirror(engine, session, {**about, "dry": True, "send": not dry})
     if not dry:  # what has come is noted only now that it is here
-        ask_mirror(engine, session, {**about, "dry": False, "elsewhere": True})
-    changed = sandbox_changes.rows_of(answer, "changed", {"path": str})
+        ask_mirror(engine, session, {**about, "dry": False, "elsewhere": True,
+                                     "lost": sorted(left)})
+    changed = [item for item in sandbox_changes.rows_of(answer, "changed", {"path": str})
+               if item["path"]]  # see Bring.bring()
     rows = sandbox_changes.rows_of(answer, "left", {"path": str})
     return {**answer, "dry": dry,
             "changed": [item for item in changed if item["path"] not in left],
@@ -424,13 +426,16 @@ class Bring:
             for item in rows:
                 self.receive(item)
                 new = self.shadow.Entry(item["kind"], item["mode"] & 0o7777, item["path"])
-                if problem := self.problem(item["path"]):
+                if not item["path"]:
+                    continue  # the mode of the directory itself is the person's
+                if problem := self.problem(item["path"], item["kind"]):
                     restore.left[item["path"]] = problem
                 elif item["kind"] in ("", "file", "link", "dir"):
                     changes.append((item["path"], self.entry(item["path"]),
                                     new if item["kind"] else None))
             self.content.flush()
-            restore.changes = {path: (old, new) for path, old, new in changes}
+            restore.changes = {path: (old, new) for path, old, new in changes
+                               if path not in restore.left}
             try:
                 restore.apply()
             except self.shadow.Failure as error:
@@ -452,8 +457,8 @@ class Bring:
         if self.content.tell() > COMING_BYTES:
             raise too_much(self.helper.engine)
 
-    def problem(self, path: str) -> str:
-        """Why nothing is written there."""
+    def problem(self, path: str, kind: str) -> str:
+        """Why nothing of this kind is written there."""
         parts = path.split("/")
         try:
             os.fsencode(path)
@@ -461,7 +466,12 @@ class Bring:
             parts = [""]
         if not {"", ".", ".."}.isdisjoint(parts) or "\0" in path or len(path) > 4096:
             return "it is no path in the directory"
+        if kind == "link" and not self.can_be_target(self.get(path)):
+            return "it is a link that cannot be"
         return "what is git's own does not leave a copy" if self.shadow.in_git(path) else ""
+
+    def can_be_target(self, target: bytes) -> bool:
+        return b"\0" not in target and 0 < len(target) < os.fpathconf(self.root, "PC_PATH_MAX")
 
     def entry(self, path: str) -> Any:
         if path not in self.seen.stats:

@@ -59,7 +59,7 @@ class Far:
         """Of what the host says has changed."""
         answer = {"dry": True, "turns": [], "changed": [*rows], "left": []}
         (self.area / "lie").write_bytes(json.dumps(answer).encode() + b"\n" + contents)
-        self.lie = ["sh", "-c", 'cat >/dev/null; exec cat "$0"', str(self.area / "lie")]
+        self.lie = ["sh", "-c", 'cd "$0"; cat >asked; exec cat lie', str(self.area)]
         return sandbox_travel.merge(self.engine, self.session, {}, False)
 
 
@@ -166,3 +166,33 @@ def without_proc(chmod: Callable[..., None]) -> Callable[..., None]:
         chmod(path, *words, **more)
 
     return changes
+
+
+@pytest.mark.parametrize("target", [b"", b"nul\0", b"x" * 4096, b"x" * 50_000])
+def test_a_link_that_cannot_be_stays_away_alone(far: Far, target: bytes) -> None:
+    answer = far.merge(changed("way", "link", 0o777, len(target)), changed("good", "file", size=4),
+                       contents=target + b"good")
+    assert [(row["path"], row["why"]) for row in answer["left"]] == [
+        ("way", "it is a link that cannot be")]
+    assert [path.name for path in far.top.iterdir()] == ["good"]
+
+
+def test_the_last_word_of_a_host_counts(far: Far) -> None:
+    """It may name a path twice."""
+    answer = far.merge(changed("way", "link", 0o777, 4), changed("way", "link", 0o777, 4),
+                       contents=b"goodnul\0")
+    assert [row["path"] for row in answer["left"]] == ["way"] and not os.listdir(far.top)
+
+
+def test_the_mode_of_the_directory_itself_stays_quietly(far: Far) -> None:
+    far.top.chmod(0o750)
+    answer = far.merge(changed("", "dir", 0o777, 0, "mode"), changed("new", "file"))
+    assert answer["left"] == [] and [row["path"] for row in answer["changed"]] == ["new"]
+    assert far.top.stat().st_mode & 0o777 == 0o750
+
+
+def test_what_is_left_is_told_to_the_host(far: Far) -> None:
+    """It would note a mode as come, for some modes never come as they are."""
+    far.merge(changed("nul\0", "file", 0o755, 0, "mode"))
+    asked = (far.area / "asked").read_bytes().split(b"\n")[-1]
+    assert b'"elsewhere": true' in asked and b'"lost": ["nul\\u0000"]' in asked

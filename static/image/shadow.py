@@ -16,7 +16,8 @@
               WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too).
               Where it is the mirror of one elsewhere, {"dry", "send": true} answers with "kind",
               "mode" and "size" of each change, whose contents follow the answer; {"elsewhere":
-              true} notes what has come there by now, and writes nothing
+              true} notes what has come there by now, and writes nothing; modes count as come, but
+              for those of "lost": […]
               All three answer {"dry", "turns", "changed": [{"path", "status", "risk"}],
               "left": [{"path", "why", "conflict"}]}; "conflict" is false where it never could go
     prune     {"keep": TURNS, "maxBytes": BYTES}
@@ -1436,8 +1437,9 @@ class Request:
         if self.paths != [""] and not restore.changes and not restore.left:
             raise Failure(f"nothing is to change at {', '.join(self.paths)}",
                           "Paths begin at the top of the workspace.", "missing")
-        elsewhere = self.take("elsewhere", bool, False)
-        missing = {path for path, what in restore.done().items() if elsewhere and what != "mode"}
+        elsewhere, lost = self.take("elsewhere", bool, False), self.take("lost", list, [])
+        missing = {path for path, what in restore.done().items()
+                   if elsewhere and (what != "mode" or path in lost)}
         if not dry:
             if not elsewhere:
                 restore.apply()
