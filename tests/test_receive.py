@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+import sandbox
+import sandbox_hosts
 import sandbox_travel
 from sandbox import SandboxError
 from sandbox_travel import MIRROR_DIRECTORY, Helper
@@ -196,3 +199,61 @@ def test_what_is_left_is_told_to_the_host(far: Far) -> None:
     far.merge(changed("nul\0", "file", 0o755, 0, "mode"))
     asked = (far.area / "asked").read_bytes().split(b"\n")[-1]
     assert b'"elsewhere": true' in asked and b'"lost": ["nul\\u0000"]' in asked
+
+
+# --- Hosts without an end ---
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_travel, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox_travel, "LOOK_MS", 50)
+    monkeypatch.setattr(sandbox_travel, "ERROR_BYTES", 1 << 20)
+
+
+FIRST = "import os, sys, time; said = os.fdopen(1, 'wb', 0).write; "
+NOTHING = r"said(b'10\nx\x9c\xab\xae\x05\x00\x01u\x00\xf9'); "  # is in the mirror
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("program, said", [
+    ("time.sleep(30)", "it did nothing for"),  # never reads, and says nothing
+    (NOTHING + "time.sleep(30)", "it did nothing for"),
+    (NOTHING + "sys.stdin.read(); time.sleep(30)", "it did nothing for"),
+    (NOTHING + "sys.stdin.read(); said(b'{'); time.sleep(30)", "it did nothing for"),
+    (r"said(b'-1\n'); said(bytes(1 << 20)); time.sleep(30)", "ended with status 137"),
+    ("\nwhile True: os.write(2, bytes(65536))", "it prints too much")])
+def test_a_silent_or_endless_host_is_left(far: Far, monkeypatch: pytest.MonkeyPatch, program: str,
+                                          said: str) -> None:
+    """As where the connection is cut."""
+    monkeypatch.setattr(Helper.ended, "__defaults__", (0.5,))
+    (far.top / "large").write_bytes(os.urandom(3 << 20))
+    monkeypatch.setattr(far, "closed_argv",
+                        lambda *_, **__: [sys.executable, "-I", "-S", "-c", FIRST + program])
+    began = time.monotonic()
+    with pytest.raises(SandboxError) as raised, Helper(far.engine, far.session, []) as helper:
+        helper.back.readline(1 << 20)
+    assert time.monotonic() - began < 10
+    assert raised.value.code == 125 and said in raised.value.message
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("command, said", [
+    ("exec sleep 30", "did nothing"), ("echo x; exec sleep 30", "did nothing"),
+    ("exec cat /dev/zero >&2", "prints too much")])
+def test_a_bundle_that_never_ends(far: Far, command: str, said: str) -> None:
+    began = time.monotonic()
+    status, text = sandbox_travel.fetch_commits(["sh", "-c", command], str(far.top), "work")
+    assert (status, said in text) == (125, True), text
+    assert time.monotonic() - began < 10
+
+
+def test_a_list_that_never_ends(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_hosts, "engine_on", lambda *_: far)
+    monkeypatch.setattr(sandbox_hosts, "LIST_BYTES", 1 << 20)
+    monkeypatch.setattr(sandbox, "containers_argv", lambda _: ["cat", "/dev/zero"])
+    monkeypatch.setattr(sandbox, "engines_here", lambda _: [])
+    monkeypatch.setattr(sandbox, "list_sessions", lambda _: [])
+    config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None)
+    assert sandbox_hosts.list_everywhere(config, {}) == (
+        [], {"big": "big did not answer: it answers nonsense"})
