@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sandbox import Session
 
-LIST_SECONDS = 8  # for a host to list its sessions
+LIST_SECONDS, LIST_BYTES = 8, 32 << 20  # for a host to list its sessions
 CLOCK_SECONDS = 60  # that the clock of a host may be off
 
 
@@ -212,7 +212,7 @@ def list_everywhere(config: Config, known: Mapping[str, str],
             lost[""] = error.message
     for name, (engine, output) in asked.items():
         try:
-            status, out, err = output.result()
+            status, out, err = output.result(LIST_BYTES)
             if status:
                 raise engine.failure(err)
             rows += sandbox.session_rows(engine, sandbox.read_containers(engine, out))

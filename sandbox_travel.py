@@ -11,8 +11,10 @@ Imported only where a copy on such a host is made, merged or removed.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import select
 import stat
 import time
 import types
@@ -31,6 +33,8 @@ MIRROR_VOLUME, MIRROR_DIRECTORY = "sandbox-mirror-", "/run/sandbox-mirror"
 NO_ROOM_STATUS = 94
 CHUNK_BYTES, WORDS_BYTES, FILE_BYTES, COMING_BYTES = 1 << 20, 256 << 20, 16 << 20, 4 << 30
 DEPTH = 200
+IDLE_SECONDS = 600  # for the next word of a host, as receive.py waits for ours
+ERROR_BYTES, LOOK_MS = 16 << 20, 500  # of what a host says on stderr, and how often that is seen
 RACY_NS = 2_000_000_000  # some file systems keep times of two seconds
 READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 START = f"""command -v python3 >/dev/null || exit {sandbox_changes.LACKING_STATUS}
@@ -117,6 +121,8 @@ class Seen:
             return
         if had is not None and (had or "d")[0] != kind:
             self.write(row("-", whole))
+            for gone in [other for other in self.had if other.startswith(f"{whole}/")]:
+                del self.had[gone]  # with it: by its path it would be sought behind a link
         if kind != "f":
             more = [os.readlink(name, dir_fd=fd)] if kind == "l" else []
             self.write(row(kind, whole, self.word(st), *about(st), *more))
@@ -176,6 +182,27 @@ def row(*values: object) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
+class End(io.FileIO):
+    """An end of a pipe to a host, before whose use `wait` is called: it may be silent for ever."""
+
+    def __init__(self, fd: int, mode: str, wait: Callable[[int, int], None]) -> None:
+        super().__init__(fd, mode)
+        os.set_blocking(fd, False)
+        self.wait = wait
+
+    def readinto(self, buffer: Any) -> int:
+        self.wait(self.fileno(), select.POLLIN)
+        while (count := super().readinto(buffer)) is None:
+            self.wait(self.fileno(), select.POLLIN)
+        return count
+
+    def write(self, data: Any) -> int:
+        self.wait(self.fileno(), select.POLLOUT)
+        while (count := super().write(data)) is None:
+            self.wait(self.fileno(), select.POLLOUT)
+        return count
+
+
 class Helper:
     """A container on a host that makes the mirror of a session's directory what that is now, and
     then is a command with the stdin `given`, whose output is read from `back`.
@@ -203,8 +230,9 @@ class Helper:
         (stdin, given_end), (back, stdout) = os.pipe(), os.pipe()
         self.pid = sandbox.spawn(argv, fds={0: stdin, 1: stdout, 2: self.errors})
         Output.close(stdin, stdout)
-        self.to = os.fdopen(given_end, "wb", buffering=CHUNK_BYTES)
-        self.back = os.fdopen(back, "rb")
+        self.lost = ""  # why no more is awaited of it
+        self.to = io.BufferedWriter(End(given_end, "wb", self.wait), CHUNK_BYTES)
+        self.back = io.BufferedReader(End(back, "rb", self.wait))
 
     def __enter__(self) -> Helper:
         try:
@@ -229,7 +257,7 @@ class Helper:
         """Its status; it is killed where it does not end so soon."""
         if self.pid and not seconds:  # what is still to be sent would wait for it
             os.kill(self.pid, 9)
-        with suppress(OSError):  # what was to be sent is lost
+        with suppress(OSError, SandboxError):  # what was to be sent is lost
             self.to.close()
         until = time.monotonic() + seconds
         while self.pid:
@@ -241,6 +269,25 @@ class Helper:
             else:
                 time.sleep(0.005)
         return self.status
+
+    def wait(self, fd: int, event: int) -> None:
+        """Until it can be read or written. Raises SandboxError where that takes too long, or too
+        much has come on stderr, and from then on.
+        """
+        poller, until = select.poll(), time.monotonic() + IDLE_SECONDS
+        poller.register(fd, event)
+        while not self.lost:
+            if os.fstat(self.errors).st_size > ERROR_BYTES:
+                self.lost = "it prints too much"
+            elif poller.poll(LOOK_MS):
+                return
+            elif time.monotonic() > until:
+                self.lost = f"it did nothing for {IDLE_SECONDS} seconds"
+        raise self.not_all(self.lost)
+
+    def not_all(self, why: str) -> SandboxError:
+        return SandboxError(f"{self.directory} is not all on {self.engine.host}: {why}",
+                            "start it again: what has arrived is not sent again", 125)
 
     def send(self) -> None:
         """Raises SandboxError."""
@@ -271,7 +318,7 @@ class Helper:
     def had(self) -> dict[str, str]:
         """What the mirror has: of each path the word that was sent with it."""
         try:
-            size = min(int(self.back.readline(20)), WORDS_BYTES)
+            size = min(max(0, int(self.back.readline(20))), WORDS_BYTES)
             words = zlib.decompressobj().decompress(self.back.read(size), WORDS_BYTES)
             return {path: str(word) for path, word in sandbox.parse_json(words).items()}
         except (ValueError, AttributeError, zlib.error):
@@ -299,9 +346,8 @@ class Helper:
                                 "a copy needs it: sandbox build", 125)
         if status in (125, 126, 127) and err.strip():
             return self.engine.failure(err)
-        words = sandbox.one_line(err.strip())[-500:] or f"it ended with status {status}"
-        return SandboxError(f"{self.directory} is not all on {self.engine.host}: {words}",
-                            "start it again: what has arrived is not sent again", 125)
+        return self.not_all(sandbox.one_line(err.strip())[-500:]
+                            or f"it ended with status {status}")
 
 
 def fill_copy(engine: Engine, session: Session) -> None:
@@ -382,8 +428,10 @@ def merge(engine: Engine, session: Session, about: Mapping[str, Any], dry: bool)
     """
     answer, left = ask_mirror(engine, session, {**about, "dry": True, "send": not dry})
     if not dry:  # what has come is noted only now that it is here
-        ask_mirror(engine, session, {**about, "dry": False, "elsewhere": True})
-    changed = sandbox_changes.rows_of(answer, "changed", {"path": str})
+        ask_mirror(engine, session, {**about, "dry": False, "elsewhere": True,
+                                     "lost": sorted(left)})
+    changed = [item for item in sandbox_changes.rows_of(answer, "changed", {"path": str})
+               if item["path"]]  # see Bring.bring()
     rows = sandbox_changes.rows_of(answer, "left", {"path": str})
     return {**answer, "dry": dry,
             "changed": [item for item in changed if item["path"] not in left],
@@ -422,13 +470,16 @@ class Bring:
             for item in rows:
                 self.receive(item)
                 new = self.shadow.Entry(item["kind"], item["mode"] & 0o7777, item["path"])
-                if problem := self.problem(item["path"]):
+                if not item["path"]:
+                    continue  # the mode of the directory itself is the person's
+                if problem := self.problem(item["path"], item["kind"]):
                     restore.left[item["path"]] = problem
                 elif item["kind"] in ("", "file", "link", "dir"):
                     changes.append((item["path"], self.entry(item["path"]),
                                     new if item["kind"] else None))
             self.content.flush()
-            restore.changes = {path: (old, new) for path, old, new in changes}
+            restore.changes = {path: (old, new) for path, old, new in changes
+                               if path not in restore.left}
             try:
                 restore.apply()
             except self.shadow.Failure as error:
@@ -450,8 +501,8 @@ class Bring:
         if self.content.tell() > COMING_BYTES:
             raise too_much(self.helper.engine)
 
-    def problem(self, path: str) -> str:
-        """Why nothing is written there."""
+    def problem(self, path: str, kind: str) -> str:
+        """Why nothing of this kind is written there."""
         parts = path.split("/")
         try:
             os.fsencode(path)
@@ -459,7 +510,12 @@ class Bring:
             parts = [""]
         if not {"", ".", ".."}.isdisjoint(parts) or "\0" in path or len(path) > 4096:
             return "it is no path in the directory"
+        if kind == "link" and not self.can_be_target(self.get(path)):
+            return "it is a link that cannot be"
         return "what is git's own does not leave a copy" if self.shadow.in_git(path) else ""
+
+    def can_be_target(self, target: bytes) -> bool:
+        return b"\0" not in target and 0 < len(target) < os.fpathconf(self.root, "PC_PATH_MAX")
 
     def entry(self, path: str) -> Any:
         if path not in self.seen.stats:
@@ -511,7 +567,26 @@ def fetch_commits(argv: Sequence[str], common: str, branch: str) -> tuple[int, s
                 sandbox.spawn(["sh", "-c", script, "sandbox", branch, "3", common], env=env,
                               fds={0: end, 1: 2, 2: err})]
         Output.close(end, out, null)
-        status = [sandbox.wait_for(pid) for pid in pids]
+        printed, problem = wait_for_bundle(pids[0], f"{folder}/bundle", err)
+        fetched = sandbox.wait_for(pids[1])
     text = os.pread(err, 1 << 16, 0).decode(errors="replace")
     os.close(err)
-    return status[0] or status[1], text
+    return (125, problem) if problem else (printed or fetched, text)
+
+
+def wait_for_bundle(pid: int, bundle: str, errors: int) -> tuple[int, str]:
+    """Wait for the process that prints a bundle: its status, and why it was killed."""
+    problem, size, until = "", -1, time.monotonic() + IDLE_SECONDS
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        with suppress(OSError):
+            if (now := os.stat(bundle).st_size) != size:
+                size, until = now, time.monotonic() + IDLE_SECONDS
+        if os.fstat(errors).st_size > ERROR_BYTES:
+            problem = "the host prints too much"
+        elif time.monotonic() > until:
+            problem = f"the host did nothing for {IDLE_SECONDS} seconds"
+        if problem:
+            os.kill(pid, 9)
+            return sandbox.wait_for(pid), problem
+        time.sleep(0.02)
+    return sandbox.exit_status(ended[1]), ""

@@ -1031,14 +1031,55 @@ def test_a_turn_without_its_checkpoint_is_refused_with_the_reason(given: Broker,
     assert given.usage()["spent"]["tokens"] == 0
 
 
-def test_a_turn_that_nobody_answers_ends_by_its_deadline(given: Broker, vendor: Upstream) -> None:
-    given.ask(do="set", turns=0.2)
+def test_a_turn_that_nobody_answers_goes_on_after_its_deadline(given: Broker,
+                                                               vendor: Upstream) -> None:
+    """As where nobody watches: who did has gone, and the end of its connection was lost."""
+    given.ask(do="set", turns=0.5)
     with Asker(given) as host:
         host.say(do="watch")
-        answer = given.post("/anthropic/v1/messages", PROMPT)
-    assert status(answer) == 402 and "nobody made the checkpoint" in text(answer)
-    assert vendor.requests == []
-    wait_for(lambda: status(given.post("/anthropic/v1/messages", PROMPT)) == 200)  # it has gone
+        began = time.monotonic()
+        assert status(given.post("/anthropic/v1/messages", PROMPT)) == 200
+        assert time.monotonic() - began >= 0.5
+        given.ask(do="set", turns=SECONDS)  # nobody is asked again who is silent
+        assert status(given.post("/anthropic/v1/messages", PROMPT + b" ")) == 200
+        assert time.monotonic() - began < SECONDS
+        host.write(do="turn", id=host.read_until("turn")["turn"], error="")  # it was only slow
+        assert "KeyError" in host.read()["error"]
+        with given.connect() as sock:
+            sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT + b"  "))
+            host.write(do="turn", id=host.read_until("turn")["turn"], error="the disk is full")
+            assert status(read_all(sock)) == 402
+
+
+def test_a_turn_is_handed_on_by_who_is_silent(given: Broker, vendor: Upstream) -> None:
+    given.ask(do="set", turns=0.5)
+    with Asker(given) as silent, Asker(given) as host, given.connect() as sock:
+        assert silent.say(do="watch") == host.say(do="watch") == {"ok": True}
+        sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
+        host.write(do="turn", id=host.read_until("turn")["turn"], error="the disk is full")
+        assert status(read_all(sock)) == 402 and vendor.requests == []
+
+
+def test_a_turn_is_handed_on_by_who_goes(given: Broker, vendor: Upstream) -> None:
+    given.ask(do="set", turns=SECONDS)
+    with Asker(given) as host, given.connect() as sock:
+        with Asker(given) as other:
+            assert other.say(do="watch") == host.say(do="watch") == {"ok": True}
+            sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
+            id = other.read_until("turn")["turn"]
+        assert host.read_until("turn")["turn"] == id
+        host.write(do="turn", id=id, error="")
+        assert status(read_all(sock)) == 200
+
+
+def test_a_turn_goes_on_when_the_last_one_goes(given: Broker, vendor: Upstream) -> None:
+    given.ask(do="set", turns=SECONDS)
+    with given.connect() as sock:
+        with Asker(given) as host:
+            host.say(do="watch")
+            sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
+            host.read_until("turn")
+        assert status(read_all(sock)) == 200
 
 
 def test_of_two_who_watch_one_makes_the_checkpoint(given: Broker, vendor: Upstream) -> None:

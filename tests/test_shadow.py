@@ -1041,6 +1041,19 @@ def test_what_was_not_merged_comes_with_the_next_merge(workspace: Workspace) -> 
     assert merge() == ([], [])
 
 
+@pytest.mark.parametrize("lost", [[], ["tool"]])
+def test_a_mode_that_has_not_come_elsewhere_comes_again(workspace: Workspace,
+                                                        lost: list[str]) -> None:
+    workspace.write({"tool": "0"})
+    origin = workspace.area / "origin"
+    shutil.copytree(workspace.top, origin)
+    with workspace.turn():
+        (workspace.top / "tool").chmod(0o755)
+    workspace.call("merge", tree="origin", top=origin, elsewhere=True, lost=lost)
+    answer = workspace.call("merge", tree="origin", top=origin)
+    assert [row["path"] for row in answer["changed"]] == lost
+
+
 def test_a_merge_that_left_something_does_not_merge_the_rest_again(workspace: Workspace) -> None:
     workspace.write({"came": "X0", "fight": "0", "dir/left": "0", "dir/came": "0"})
     origin = workspace.area / "origin"

@@ -20,15 +20,17 @@ each,
      "budget"     {"usd", "tokens", "minutes", "per": "session" or "day"}, all optional. Tokens are
                   those not read from a cache, minutes those in which a model worked, days of UTC.
                   Checked before each request; the minutes end a stream, too
-     "turns"      seconds that a request which begins a turn waits for its checkpoint, while
-                  somebody watches; 0: no wait
+     "turns"      seconds that a request which begins a turn waits for its checkpoint by each of
+                  those who watch; 0: no wait
      "ca"         certificates to trust, in PEM; the image's own where it is empty
      "session"    its name by now
      "days"       what was counted in its place before, see usage.py
   {"do": "usage"}      {"providers": [NAME], "budget", "spent": {"usd", "tokens", "minutes"},
                        "days": see usage.py}
   {"do": "watch"}      from now on who has watched longest gets {"turn": id, "provider"} when a turn
-                       begins
+                       begins. Who has gone or does not answer in time is passed over from then on,
+                       until it answers, and the next one gets it; a turn that nobody is left to
+                       answer goes on, as where nobody watches
   {"do": "turn", "id", "error": text or ""}   let it go on, or refuse it for this reason
 
 stdout has a line per request like the proxy's decisions: verdict allow with "use" {"model",
@@ -207,12 +209,23 @@ class Settings:
         proxy.SESSION = str(data.get("session", proxy.SESSION))
 
 
+class Turn:
+    """A prompt that waits for its checkpoint by one of those who watch, until a time."""
+
+    def __init__(self, provider: str) -> None:
+        self.id, self.provider, self.error = os.urandom(8).hex(), provider, ""
+        self.decided, self.until = threading.Event(), 0.0
+        self.watcher: socket.socket | None = None
+        self.told = set[socket.socket]()  # who has had it before gets it no second time
+
+
 class Broker:
     def __init__(self) -> None:
         self.settings, self.ledger = Settings({}), usage.Ledger()
         self.lock = self.ledger.lock  # of all that is here
         self.watchers: list[socket.socket] = []
-        self.waiting: dict[str, tuple[dict[str, Any], threading.Event]] = {}
+        self.silent: list[socket.socket] = []  # were such, and have not answered in time
+        self.waiting: dict[str, Turn] = {}
 
     def answer(self, sock: socket.socket, line: bytes) -> dict[str, Any]:
         data = json.loads(line)
@@ -232,12 +245,15 @@ class Broker:
                         "spent": self.ledger.spent(self.settings.per)}
             elif do == "watch":
                 self.watchers.append(sock)
-                for turn, _ in self.waiting.values():
-                    self.send(sock, turn)
+                for turn in self.waiting.values():
+                    self.tell(sock, turn)
             elif do == "turn":
-                turn, decided = self.waiting[data["id"]]
-                turn["error"] = str(data["error"])
-                decided.set()
+                if sock in self.silent:  # it was only slow
+                    self.silent.remove(sock)
+                    self.watchers.append(sock)
+                turn = self.waiting[data["id"]]
+                turn.error = str(data["error"])
+                turn.decided.set()
             else:
                 raise ValueError(f"there is no {do}")
         return {"ok": True}
@@ -251,7 +267,29 @@ class Broker:
 
     def forget(self, sock: socket.socket) -> None:
         with self.lock:
-            self.watchers = [other for other in self.watchers if other is not sock]
+            self.silent = [other for other in self.silent if other is not sock]
+            self.pass_over(sock)
+
+    def pass_over(self, sock: socket.socket | None) -> None:
+        """Have the next one make the checkpoints that are awaited of this one."""
+        self.watchers = [other for other in self.watchers if other is not sock]
+        for turn in [*self.waiting.values()]:
+            if turn.watcher is sock:
+                self.hand_on(turn)
+
+    def hand_on(self, turn: Turn) -> None:
+        """Have who watches longest make its checkpoint; where nobody does it goes on."""
+        if not self.watchers:
+            turn.decided.set()
+            return
+        turn.watcher = self.watchers[0]
+        turn.until = time.monotonic() + self.settings.turn_seconds
+        self.tell(turn.watcher, turn)
+
+    def tell(self, sock: socket.socket, turn: Turn) -> None:
+        if sock not in turn.told:
+            turn.told.add(sock)
+            self.send(sock, {"turn": turn.id, "provider": turn.provider})
 
     def over(self, names: Sequence[str] = ("usd", "tokens", "minutes")) -> str:
         """Why nothing more may be used, or ''."""
@@ -270,19 +308,19 @@ class Broker:
 
     def hold(self, provider: Provider) -> None:
         """Announce a turn, and wait until its checkpoint is there. Raises Answer."""
-        turn, decided = {"turn": os.urandom(8).hex(), "provider": provider.name}, threading.Event()
+        turn = Turn(provider.name)
         with self.lock:
-            if not self.watchers:
-                return
-            seconds = self.settings.turn_seconds
-            self.waiting[turn["turn"]] = turn, decided
-            self.send(self.watchers[0], turn)
-        decided.wait(seconds)
+            self.waiting[turn.id] = turn
+            self.hand_on(turn)
+        while not turn.decided.wait(max(0, turn.until - time.monotonic())):
+            with self.lock:
+                if turn.watcher and turn.until <= time.monotonic() and not turn.decided.is_set():
+                    self.silent.append(turn.watcher)
+                    self.pass_over(turn.watcher)
         with self.lock:
-            del self.waiting[turn["turn"]]
-        error = turn.get("error", f"nobody made the checkpoint of this turn in {seconds:g} seconds")
-        if error:
-            raise provider.refusal("turn", error)
+            del self.waiting[turn.id]
+        if turn.error:
+            raise provider.refusal("turn", turn.error)
 
 
 BROKER = Broker()

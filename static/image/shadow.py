@@ -16,7 +16,8 @@
               WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too).
               Where it is the mirror of one elsewhere, {"dry", "send": true} answers with "kind",
               "mode" and "size" of each change, whose contents follow the answer; {"elsewhere":
-              true} notes what has come there by now, and writes nothing
+              true} notes what has come there by now, and writes nothing; modes count as come, but
+              for those of "lost": […]
               All three answer {"dry", "turns", "changed": [{"path", "status", "risk"}],
               "left": [{"path", "why", "conflict"}]}; "conflict" is false where it never could go
     prune     {"keep": TURNS, "maxBytes": BYTES}
@@ -1110,15 +1111,18 @@ class Restore:
             self.set_mode(fd, name, path)
 
     def set_mode(self, fd: int, name: str, path: str) -> None:
-        """Not through a link, and also where the file may not be read. Raises OSError."""
+        """Not through a link. Where there is O_PATH (Linux; a merge from another machine may end on
+        macOS) also of a file that may not be read. Raises OSError.
+        """
         _, new = self.changes[path]
         assert new
-        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY * (new.kind == DIR)
-        file = os.open(name, flags, dir_fd=fd)
+        way: int | None = getattr(os, "O_PATH", None)
+        flags = FLAGS if way is None else way | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(name, flags | os.O_DIRECTORY * (new.kind == DIR), dir_fd=fd)
         try:
             if stat.S_ISLNK(os.fstat(file).st_mode):
                 raise OSError("it is a link now")
-            os.chmod(f"/proc/self/fd/{file}", mode_for(file, new))
+            os.chmod(file if way is None else f"/proc/self/fd/{file}", mode_for(file, new))
         finally:
             os.close(file)
 
@@ -1433,8 +1437,9 @@ class Request:
         if self.paths != [""] and not restore.changes and not restore.left:
             raise Failure(f"nothing is to change at {', '.join(self.paths)}",
                           "Paths begin at the top of the workspace.", "missing")
-        elsewhere = self.take("elsewhere", bool, False)
-        missing = {path for path, what in restore.done().items() if elsewhere and what != "mode"}
+        elsewhere, lost = self.take("elsewhere", bool, False), self.take("lost", list, [])
+        missing = {path for path, what in restore.done().items()
+                   if elsewhere and (what != "mode" or path in lost)}
         if not dry:
             if not elsewhere:
                 restore.apply()

@@ -65,6 +65,7 @@ class Mirror:
         self.note = open("have", "a", encoding="ascii")  # noqa: SIM115
         self.noted = time.monotonic()
         self.folders: list[list[Any]] = []
+        self.real: str | None = None  # the last directory that was found to be one
 
     def look(self, path: str) -> None:
         try:
@@ -91,17 +92,35 @@ class Mirror:
             self.note.flush()
             self.noted = time.monotonic()
 
+    def holds(self, path: str) -> bool:
+        """Whether what it lies in is a directory of the mirror: a link that has come in place of
+        one leads anywhere, also to what else is mounted here.
+        """
+        folder = os.path.dirname(path)
+        if folder != self.real:  # known not to be a link since, for drop() forgets it
+            if os.path.realpath(folder) != os.path.abspath(folder):
+                return False
+            self.real = folder
+        return True
+
     def drop(self, path: str) -> None:
         self.keep(path, "", None)
+        if not self.holds(path):
+            return
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):
             os.unlink(path)
+        self.real = None
 
     def take(self, kind: str, path: str, word: str, mode: int, mtime: int,
              target: str = "") -> None:
+        """Raises OSError."""
+        if not self.holds(path):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         if kind == "d":
-            os.makedirs(path, 0o700, exist_ok=True)
+            if os.path.islink(path) or not os.path.isdir(path):
+                os.mkdir(path, 0o700)
             self.folders.append([path, word, mode, mtime])
         elif kind == "l":
             if os.path.lexists(path):
@@ -138,9 +157,15 @@ class Mirror:
     def finish(self) -> None:
         """Of a directory's time what is made in it would be seen."""
         for path, word, mode, mtime in reversed(self.folders):
-            os.chown(path, *self.owner)
-            os.chmod(path, mode)
-            os.utime(path, ns=(mtime, mtime))
+            if not self.holds(path):
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                os.fchown(fd, *self.owner)
+                os.fchmod(fd, mode)
+                os.utime(fd, ns=(mtime, mtime))
+            finally:
+                os.close(fd)
             self.keep(path, word, None)
         self.note.close()
 

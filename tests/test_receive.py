@@ -1,0 +1,259 @@
+"""What makes a mirror on a host, and what brings a merge back from there, without an engine: the
+container is a process of this machine, and its mirror a directory.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import sandbox
+import sandbox_hosts
+import sandbox_travel
+from sandbox import SandboxError
+from sandbox_travel import MIRROR_DIRECTORY, Helper
+
+RECEIVE = ROOT / "static" / "session" / "receive.py"
+
+
+class Far:
+    """A directory, and what stands for a host: it is told a command, or nothing but a lie."""
+
+    host, name = "big", "docker"
+
+    def __init__(self, area: Path) -> None:
+        self.area, self.lie = area, ["true"]
+        self.top, self.mirror = area / "work", area / "mirror"
+        for folder in (self.top, self.mirror):
+            folder.mkdir()
+        spec = {"directory": str(self.top), "sources": [str(self.top)], "image": "none"}
+        self.session: Any = SimpleNamespace(
+            created=lambda: (spec, {}), user=f"{os.getuid()}:{os.getgid()}", store="store",
+            name="far", copy="copy", id="id", labels={})
+        self.engine: Any = self
+
+    def closed_argv(self, _name: str, _image: str, words: Sequence[str], **_: object) -> list[str]:
+        given = words.index(MIRROR_DIRECTORY) + 3
+        known = [str(self.mirror) if word == MIRROR_DIRECTORY else word for word in words[:given]]
+        return [*known, *(words[given:] if self.lie == [] else self.lie)]
+
+    def argv(self, *_: str) -> list[str]:
+        return ["true"]
+
+    def failure(self, text: str) -> SandboxError:
+        return SandboxError(text)
+
+    def send(self) -> None:
+        for path in [self.top, *self.top.rglob("*")]:  # else nothing of it is sure to be unchanged
+            if not path.is_symlink():
+                os.utime(path, ns=(10**18, 10**18))
+        with Helper(self.engine, self.session, []) as helper:
+            assert helper.output() == b""
+
+    def merge(self, *rows: Mapping[str, Any], contents: bytes = b"") -> dict[str, Any]:
+        """Of what the host says has changed."""
+        answer = {"dry": True, "turns": [], "changed": [*rows], "left": []}
+        (self.area / "lie").write_bytes(json.dumps(answer).encode() + b"\n" + contents)
+        self.lie = ["sh", "-c", 'cd "$0"; cat >asked; exec cat lie', str(self.area)]
+        return sandbox_travel.merge(self.engine, self.session, {}, False)
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Far:
+    monkeypatch.setenv("SANDBOX_HOME", str(tmp_path / "kept"))
+    return Far(tmp_path)
+
+
+# --- Mirrors ---
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing counts as just written."""
+    monkeypatch.setattr(sandbox_travel, "RACY_NS", -10**18)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_directory_that_becomes_a_link_takes_nothing_along(far: Far) -> None:
+    """`mv current v1; ln -s v1 current`, which releases do."""
+    for name in ("a", "b"):
+        (far.top / "current" / "inner").mkdir(parents=True, exist_ok=True)
+        (far.top / "current" / "inner" / name).write_text(name)
+    far.send()
+    (far.top / "current").rename(far.top / "v1")
+    (far.top / "current").symlink_to("v1")
+    far.send()
+    mirrored = far.mirror / "from"
+    assert os.readlink(mirrored / "current") == "v1"
+    assert (mirrored / "v1" / "inner" / "a").read_text() == "a"
+    assert (mirrored / "v1" / "inner" / "b").read_text() == "b"
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_link_out_of_the_mirror_reaches_nothing(far: Far) -> None:
+    store = far.area / "store"
+    (far.top / "folder").mkdir()
+    store.mkdir()
+    for folder in (far.top / "folder", store):
+        (folder / "state.json").write_text("{}")
+    far.send()
+    (far.top / "folder" / "state.json").unlink()
+    (far.top / "folder").rmdir()
+    (far.top / "folder").symlink_to(store)
+    far.send()
+    assert (store / "state.json").exists()
+    assert os.readlink(far.mirror / "from" / "folder") == str(store)
+
+
+@pytest.mark.parametrize("row, fails", [
+    (["-", "from/way/file"], False), (["-", "from/way/inner"], False),
+    (["f", "from/way/file", "w", 0o644, 1], True),
+    (["l", "from/way/file", "w", 0o777, 1, "x"], True),
+    (["d", "from/way", "w", 0o777, 1], True), (["d", "from/way/inner", "w", 0o777, 1], True)])
+def test_no_row_goes_through_a_link(far: Far, row: list[Any], fails: bool) -> None:
+    """Whatever order of rows a directory that changes meanwhile makes."""
+    outside = far.area / "outside"
+    (outside / "inner").mkdir(parents=True)
+    (outside / "file").write_text("kept")
+    outside.chmod(0o700)
+    (outside / "inner").chmod(0o700)
+    rows = [["d", "from", "w", 0o755, 1], ["l", "from/way", "w", 0o777, 1, str(outside)], row]
+    content = bytes(16) if row[0] == "f" else b""  # none of it, and a size of 0
+    given = b"".join(json.dumps(row).encode() + b"\n" for row in rows) + content + b'["end"]\n'
+    done = subprocess.run([sys.executable, "-I", "-S", str(RECEIVE), str(far.mirror),
+                           *far.session.user.split(":"), "true"],
+                          input=given, capture_output=True, timeout=60)
+    assert done.returncode == fails, done.stderr
+    assert not fails or b"from/way" in done.stderr and b"Traceback" not in done.stderr
+    assert (outside / "file").read_text() == "kept" and not (outside / "file").is_symlink()
+    assert [path.stat().st_mode & 0o777 for path in (outside, outside / "inner")] == [0o700] * 2
+
+
+# --- What comes back ---
+
+
+def changed(path: str, kind: str, mode: int = 0o644, size: int = 0, status: str = "added",
+            ) -> dict[str, Any]:
+    return {"path": path, "kind": kind, "mode": mode, "size": size, "status": status, "risk": []}
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_mode_comes_back(far: Far, monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
+    """Also to a machine that has no O_PATH, as a Mac."""
+    if lacks:
+        monkeypatch.delattr(os, "O_PATH")
+        monkeypatch.setattr(os, "chmod", without_proc(os.chmod))
+    (far.top / "tool").write_text("same")
+    (far.top / "folder").mkdir(mode=0o755)
+    rows = [changed("tool", "file", 0o755, 4, "mode"), changed("folder", "dir", 0o700, 0, "mode"),
+            changed("new", "file", 0o755, 4)]
+    answer = far.merge(*rows, contents=b"samenew\n")
+    assert answer["left"] == [] and len(answer["changed"]) == 3
+    assert (far.top / "tool").stat().st_mode & 0o777 == 0o755
+    assert (far.top / "folder").stat().st_mode & 0o777 == 0o700
+    assert (far.top / "new").read_text() == "new\n"
+
+
+def without_proc(chmod: Callable[..., None]) -> Callable[..., None]:
+    def changes(path: int | str, *words: Any, **more: Any) -> None:
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(2, "there is no /proc", path)
+        chmod(path, *words, **more)
+
+    return changes
+
+
+@pytest.mark.parametrize("target", [b"", b"nul\0", b"x" * 4096, b"x" * 50_000])
+def test_a_link_that_cannot_be_stays_away_alone(far: Far, target: bytes) -> None:
+    answer = far.merge(changed("way", "link", 0o777, len(target)), changed("good", "file", size=4),
+                       contents=target + b"good")
+    assert [(row["path"], row["why"]) for row in answer["left"]] == [
+        ("way", "it is a link that cannot be")]
+    assert [path.name for path in far.top.iterdir()] == ["good"]
+
+
+def test_the_last_word_of_a_host_counts(far: Far) -> None:
+    """It may name a path twice."""
+    answer = far.merge(changed("way", "link", 0o777, 4), changed("way", "link", 0o777, 4),
+                       contents=b"goodnul\0")
+    assert [row["path"] for row in answer["left"]] == ["way"] and not os.listdir(far.top)
+
+
+def test_the_mode_of_the_directory_itself_stays_quietly(far: Far) -> None:
+    far.top.chmod(0o750)
+    answer = far.merge(changed("", "dir", 0o777, 0, "mode"), changed("new", "file"))
+    assert answer["left"] == [] and [row["path"] for row in answer["changed"]] == ["new"]
+    assert far.top.stat().st_mode & 0o777 == 0o750
+
+
+def test_what_is_left_is_told_to_the_host(far: Far) -> None:
+    """It would note a mode as come, for some modes never come as they are."""
+    far.merge(changed("nul\0", "file", 0o755, 0, "mode"))
+    asked = (far.area / "asked").read_bytes().split(b"\n")[-1]
+    assert b'"elsewhere": true' in asked and b'"lost": ["nul\\u0000"]' in asked
+
+
+# --- Hosts without an end ---
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_travel, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox_travel, "LOOK_MS", 50)
+    monkeypatch.setattr(sandbox_travel, "ERROR_BYTES", 1 << 20)
+
+
+FIRST = "import os, sys, time; said = os.fdopen(1, 'wb', 0).write; "
+NOTHING = r"said(b'10\nx\x9c\xab\xae\x05\x00\x01u\x00\xf9'); "  # is in the mirror
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("program, said", [
+    ("time.sleep(30)", "it did nothing for"),  # never reads, and says nothing
+    (NOTHING + "time.sleep(30)", "it did nothing for"),
+    (NOTHING + "sys.stdin.read(); time.sleep(30)", "it did nothing for"),
+    (NOTHING + "sys.stdin.read(); said(b'{'); time.sleep(30)", "it did nothing for"),
+    (r"said(b'-1\n'); said(bytes(1 << 20)); time.sleep(30)", "ended with status 137"),
+    ("\nwhile True: os.write(2, bytes(65536))", "it prints too much")])
+def test_a_silent_or_endless_host_is_left(far: Far, monkeypatch: pytest.MonkeyPatch, program: str,
+                                          said: str) -> None:
+    """As where the connection is cut."""
+    monkeypatch.setattr(Helper.ended, "__defaults__", (0.5,))
+    (far.top / "large").write_bytes(os.urandom(3 << 20))
+    monkeypatch.setattr(far, "closed_argv",
+                        lambda *_, **__: [sys.executable, "-I", "-S", "-c", FIRST + program])
+    began = time.monotonic()
+    with pytest.raises(SandboxError) as raised, Helper(far.engine, far.session, []) as helper:
+        helper.back.readline(1 << 20)
+    assert time.monotonic() - began < 10
+    assert raised.value.code == 125 and said in raised.value.message
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("command, said", [
+    ("exec sleep 30", "did nothing"), ("echo x; exec sleep 30", "did nothing"),
+    ("exec cat /dev/zero >&2", "prints too much")])
+def test_a_bundle_that_never_ends(far: Far, command: str, said: str) -> None:
+    began = time.monotonic()
+    status, text = sandbox_travel.fetch_commits(["sh", "-c", command], str(far.top), "work")
+    assert (status, said in text) == (125, True), text
+    assert time.monotonic() - began < 10
+
+
+def test_a_list_that_never_ends(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_hosts, "engine_on", lambda *_: far)
+    monkeypatch.setattr(sandbox_hosts, "LIST_BYTES", 1 << 20)
+    monkeypatch.setattr(sandbox, "containers_argv", lambda _: ["cat", "/dev/zero"])
+    monkeypatch.setattr(sandbox, "engines_here", lambda _: [])
+    monkeypatch.setattr(sandbox, "list_sessions", lambda _: [])
+    config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None)
+    assert sandbox_hosts.list_everywhere(config, {}) == (
+        [], {"big": "big did not answer: it answers nonsense"})
