@@ -186,7 +186,8 @@ def test_the_web_service(engine: Namespaced, service: Service, name: str) -> Non
     with service.terminal(name) as screen:
         screen.type("echo $((6*7))\n")
         screen.expect("42")
-    sleeping = service.job(name, "sleep 1000")
+    sleeping = service.job(name, "echo ready; sleep 1000")
+    next(event for event in service.events(sleeping) if event[1] == "ready\n")
     assert service.request("DELETE", f"/api/sessions/{name}/jobs/{sleeping['id']}").status == 202
     assert service.ended(sleeping)["exit"] == 130
 
