@@ -477,7 +477,6 @@ class Bring:
                 elif item["kind"] in ("", "file", "link", "dir"):
                     changes.append((item["path"], self.entry(item["path"]),
                                     new if item["kind"] else None))
-            self.content.flush()
             restore.changes = {path: (old, new) for path, old, new in changes
                                if path not in restore.left}
             try:
@@ -498,6 +497,7 @@ class Bring:
             raise self.helper.failure()
         self.places[item["path"]] = self.content.tell(), size
         self.content.write(data)
+        self.content.flush()  # get() reads the file itself
         if self.content.tell() > COMING_BYTES:
             raise too_much(self.helper.engine)
 
