@@ -3618,10 +3618,10 @@ def check_removed(engine: Engine, session: Session, status: int) -> None:
 
     As long as the note of it is there this costs no call of the engine.
     """
-    known = recall([engine], session.name)
-    if known and known[1].id == session.id:
-        return
     for _ in range(REMOVAL_STEPS):
+        known = recall([engine], session.name)
+        if known and known[1].id == session.id:
+            return
         state, _ = end_of(engine, session, status)
         if not state:
             how = "created anew" if recall([engine], session.name) else "removed"
@@ -3632,7 +3632,7 @@ def check_removed(engine: Engine, session: Session, status: int) -> None:
         time.sleep(0.1)
 
 
-REMOVAL_STEPS = 50
+REMOVAL_STEPS = 300  # a busy engine takes its time to make a container
 
 
 def check_stopped(engine: Engine, session: Session, status: int) -> None:
