@@ -92,22 +92,28 @@ def check_ports(engine: Engine, ports: Sequence[str]) -> None:
         if port.endswith("/udp"):
             raise SandboxError(f"-p {port} would be of {engine.host}, and ssh brings no UDP here",
                                "leave it out", 125)
-    if ports and not (engine.ssh_words() or engine.forward_argv("", ports)):
+    if ports and not forward_argv(engine, "", ports):
         number = ports[0].split(":")[-2]
         raise SandboxError(f"-p {ports[0]} would be of {engine.host}, which is not reached by ssh",
                            "leave it out, and if you can log in there, do this once it listens: "
                            f"ssh -N -L {number}:CONTAINER-ADDRESS:PORT {engine.host}", 125)
 
 
-def forward_argv(engine: Engine, ports: Sequence[str]) -> list[str]:
-    """Has ports that are published on a host listen on the loopback of this machine."""
+def forward_argv(engine: Engine, id: str, ports: Sequence[str]) -> list[str]:
+    """Has ports that a session publishes on a host listen on the loopback of this machine, by the
+    engine's client or by ssh, which wants a command or -N; [] where neither can.
+    """
+    own = engine.forward_argv(id, ports)
+    words = [] if own else engine.ssh_words()
+    if not words:
+        return own
     ends = []
     for port in ports:
         address, _, number = port.rsplit(":", 1)[0].rpartition(":")
         address = "127.0.0.1" if address in ("", "0.0.0.0", "[::]") else address
         ends.append(f"127.0.0.1:{number}:{address}:{number}")
     return ["ssh", "-o", "ExitOnForwardFailure=yes", "-o", "BatchMode=yes",
-            *sandbox.each("-L", ends), *engine.ssh_words()]
+            *sandbox.each("-L", ends), *words]
 
 
 class Ports:
@@ -121,18 +127,19 @@ class Ports:
         if not self.ports:
             return
         known = sandbox.recall([self.engine], self.name)
-        own = self.engine.forward_argv(known[1].id if known else "", self.ports)
-        if not (own or self.engine.ssh_words()):
+        argv = forward_argv(self.engine, known[1].id if known else "", self.ports)
+        if not argv:
             return
-        argv = own or [*forward_argv(self.engine, self.ports), "cat"]
+        is_ssh = argv[0] == "ssh"
         if self.brief or any(is_taken(port) for port in self.ports):
             sandbox.say(f"the ports of {self.name} are those of {self.engine.host}"
                         f"{'' if self.brief else ', and one of them is taken here'}: "
-                        + sandbox.quote_all(own or [*argv[:-1], "-N"]))
+                        + sandbox.quote_all([*argv, "-N"] if is_ssh else argv))
             return
         held, self.end = os.pipe()  # which also ends when we are killed
         with open(os.devnull, "wb") as null:
-            self.pid = sandbox.spawn(argv, fds={0: held, 1: null.fileno()}, own_group=True)
+            self.pid = sandbox.spawn([*argv, "cat"] if is_ssh else argv,
+                                     fds={0: held, 1: null.fileno()}, own_group=True)
         os.close(held)
 
     def has_ended(self) -> bool:
