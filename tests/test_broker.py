@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -1206,19 +1206,26 @@ def opencode(url: str = "") -> str:
     return json.dumps({**models, **options})
 
 
+def equip(directory: Path, ca: Ca, keys: Iterable[str]) -> None:
+    """Lay out what the vendors need: their program, their certificates and the keys they take."""
+    ca.context(",".join(f"DNS:{name}" for name in VENDORS))
+    pem = [(ca.directory / f"own.{kind}").read_text() for kind in ("key", "crt")]
+    (directory / "cert.pem").write_text("".join(pem))
+    (directory / "ca.crt").write_text(ca.pem)
+    (directory / "keys").write_text("\n".join(keys))
+    for name in ("model_stub.py", "vendor_stub.py"):
+        shutil.copy(ROOT / "tests" / name, directory)
+
+
 class Lab:
     """A container with the agents, the vendors and the broker."""
 
     def __init__(self, engine: Engine, image: str, ca: Ca) -> None:
         self.engine, self.name = engine, unique_name()
         self.directory = engine.directory()
-        ca.context(",".join(f"DNS:{name}" for name in VENDORS))
-        pem = [(ca.directory / f"own.{kind}").read_text() for kind in ("key", "crt")]
-        (self.directory / "cert.pem").write_text("".join(pem))
-        (self.directory / "ca.crt").write_text(ca.pem)
-        (self.directory / "keys").write_text("\n".join(REAL.values()))
-        for name in ("tests/model_stub.py", "tests/vendor_stub.py", "static/image/proxy.py",
-                     "static/image/broker.py", "static/image/usage.py", "static/session/ask.py"):
+        equip(self.directory, ca, REAL.values())
+        for name in ("static/image/proxy.py", "static/image/broker.py", "static/image/usage.py",
+                     "static/session/ask.py"):
             shutil.copy(ROOT / name, self.directory)
         made = engine.run("run", "-d", "--init", "--name", self.name, "--network", "none",
                           *(f"--add-host={name}:127.0.0.1" for name in VENDORS),

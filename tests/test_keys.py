@@ -9,18 +9,17 @@ import json
 import os
 import re
 import secrets
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from conftest import IMAGE, ROOT, Engine, Result, unique_name, write_config
+from conftest import IMAGE, Engine, Result, unique_name, write_config
 from network import add_names, inspected, proxy_of, shown_network
 from service import Service, wait_for
 from test_agents import ONCE, SCREENS, START_SECONDS, image, on_docker, type_prompt
-from test_broker import ASK, TABLE, VENDORS, Ca, ca
+from test_broker import ASK, TABLE, VENDORS, Ca, ca, equip
 
 import sandbox
 import sandbox_keys
@@ -172,13 +171,7 @@ class Hidden:
         self.env_file = self.home / "real.env"
         self.env_file.write_text("".join(f"{name}={key}\n" for name, key in REAL.items()))
         self.directory = engine.directory()
-        ca.context(",".join(f"DNS:{name}" for name in VENDORS))
-        pem = [(ca.directory / f"own.{kind}").read_text() for kind in ("key", "crt")]
-        (self.directory / "cert.pem").write_text("".join(pem))
-        (self.directory / "ca.crt").write_text(ca.pem)
-        (self.directory / "keys").write_text("\n".join(REAL.values()))
-        for name in ("model_stub.py", "vendor_stub.py"):
-            shutil.copy(ROOT / "tests" / name, self.directory)
+        equip(self.directory, ca, REAL.values())
         self.directory.chmod(0o777)
         made = self.run("-x", "true", *options)
         assert made.returncode == 0, made.stderr
