@@ -9,8 +9,7 @@ else stands there is dropped. Each connection serves one request; the next one t
 beforehand. The keys are in memory only: a broker that has restarted has none.
 
 Over the socket that SANDBOX_BROKER names the host says a JSON object per line, and gets one for
-each,
-{"ok": true, ...} or {"error": text}:
+each, {"ok": true, ...} or {"error": text}:
   {"do": "set", ...}   put in force what is given, all or nothing; what is not given stays, other
                        providers, too, whose agents may be running:
      "providers"  {NAME: {"url", "keys": {placeholder: key}, "status" of refusals, "counted",

@@ -2,22 +2,22 @@
 
     shadow.py VERB STORE WORKSPACE [REQUEST]     REQUEST is a JSON object, or - to read it on stdin
 
-    snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it; {}
-              only looks. All take "keep" and "maxBytes", "agents", names that are risky below, and
-              "directory", whose files these are: once it was said, no other has its tree
+    snapshot  {"turn": {"id", "when", "what", "command"}} begins a turn, {"end": ID, …} ends it;
+              {} only looks. All take "keep" and "maxBytes", "agents", names that are risky below,
+              and "directory", whose files these are: once it was said, no other has its tree
     log       {}: the turns, undos, redos and merges that are kept, with "paths" ([""]: all)
-    diff      {"turn": ID, "paths": […], "patch": true, "now": true}; without a turn since the first
-              snapshot; now: up to a new one, unless it is of a turn that has ended
-    undo      {"turn": ID, "only": true, "paths": […], "dry": true, "discard": true}: the last turn
-              that is not undone, or all since this one, or only this one; discard: what was never
-              kept may go, too
+    diff      {"turn": ID, "paths": […], "patch": true, "now": true}; without a turn since the
+              first snapshot; now: up to a new one, unless it is of a turn that has ended
+    undo      {"turn": ID, "only": true, "paths": […], "dry": true, "discard": true}: the last
+              turn that is not undone, or all since this one, or only this one; discard: what was
+              never kept may go, too
     redo      {"turn": ID, "paths": […], "dry": true}: undo the last undo, or the one of this turn
-    merge     {"tree": "origin", "paths": […], "dry": true}: bring the work of the tree "main" into
-              WORKSPACE, which is another one, named by "tree" (the other verbs know "tree", too).
-              Where it is the mirror of one elsewhere, {"dry", "send": true} answers with "kind",
-              "mode" and "size" of each change, whose contents follow the answer; {"elsewhere":
-              true} notes what has come there by now, and writes nothing; modes count as come, but
-              for those of "lost": […]
+    merge     {"tree": "origin", "paths": […], "dry": true}: bring the work of the tree "main"
+              into WORKSPACE, which is another one, named by "tree" (the other verbs know "tree",
+              too). Where it is the mirror of one elsewhere, {"dry", "send": true} answers with
+              "kind", "mode" and "size" of each change, whose contents follow the answer;
+              {"elsewhere": true} notes what has come there by now, and writes nothing; modes count
+              as come, but for those of "lost": […]
               All three answer {"dry", "turns", "changed": [{"path", "status", "risk"}],
               "left": [{"path", "why", "conflict"}]}; "conflict" is false where it never could go
     prune     {"keep": TURNS, "maxBytes": BYTES}
