@@ -67,6 +67,7 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
+ANSWER_BYTES = 32 << 20  # of an answer for which nothing else is said
 NOTIFY_SECONDS, NOTIFY_BYTES = 10, 65536  # for the person's own command, and of its output
 NEWS_CHARS = 300
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
@@ -1097,6 +1098,14 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
         raise
 
 
+def own_argv(module: str, function: str, *words: str) -> list[str]:
+    """Calls a function of this program, wherever it is installed, which gives the exit status."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    source = (f"import sys; sys.path[:0] = sys.argv[1:2]; import sandbox, {module}; "
+              f"sandbox.leave({module}.{function}())")
+    return [sys.executable, "-I", "-S", "-c", source, here, *words]
+
+
 def terminate(pid: int) -> None:
     """End a process and wait for it."""
     with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
@@ -1189,7 +1198,7 @@ class Output:
     def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
         """Exit status, standard output, standard error.
 
-        With a limit a process that prints more is killed there. Raises EngineProblem after the
+        A process that prints more than the limit is killed there. Raises EngineProblem after the
         deadline, but not for an answer that was there before: of several that were asked at once
         each is read after those that did not come.
         """
@@ -1232,7 +1241,7 @@ class Output:
                 elif self.is_whole(fd, data):
                     return
             total = sum(len(data) for parts in chunks.values() for data in parts)
-            if limit_bytes and total > limit_bytes:
+            if total > (limit_bytes or ANSWER_BYTES):
                 self.kill(9)
                 return
 

@@ -1571,7 +1571,13 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     now = time.time()
     id, tag = f"{int(now * 1000):011x}-{sandbox.random_id()}", sandbox.random_id()
     folder = job_folder(session.name, id)
-    argv = sandbox.exec_argv(engine, session, workdir(session), tag, sandbox.compose(command, []))
+    argv, more = sandbox.compose(command, []), dict[str, str]()
+    if engine.host:
+        import sandbox_hosts
+
+        argv, more = sandbox_hosts.followed(engine, session, workdir(session), tag, argv)
+    else:
+        argv = sandbox.exec_argv(engine, session, workdir(session), tag, argv)
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,
            "started": iso(now)}
     try:
@@ -1581,7 +1587,8 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
             about = {"id": id, "what": kind, "command": title}
             turn = sandbox.wanted_turn(config, engine, session, about, kind == "prompt")
         write_job(folder, {"job": job, "tag": tag})
-        start_supervisor([folder, str(JOB_BYTES), *argv], script, turn.environ() if turn else {})
+        start_supervisor([folder, str(JOB_BYTES), *argv], script,
+                         {**(turn.environ() if turn else {}), **more})
     except BaseException:
         sandbox.remove_tree(folder)
         raise
@@ -1601,7 +1608,7 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
     sandbox.write_private(f"{folder}/job.json.new", json.dumps(job))
 
 
-def start_supervisor(args: Sequence[str], script: str, turn: Mapping[str, str] = {}) -> None:
+def start_supervisor(args: Sequence[str], script: str, more: Mapping[str, str] = {}) -> None:
     """Run static/session/job.py and wait until it has detached itself.
 
     It is read from a pipe, because in a zipapp it is no file that Python could be given.
@@ -1611,7 +1618,7 @@ def start_supervisor(args: Sequence[str], script: str, turn: Mapping[str, str] =
         with open(source, "rb") as stdin, open(os.devnull, "r+b", 0) as null:
             fds = {0: stdin.fileno(), 1: null.fileno(), 2: null.fileno()}
             pid = sandbox.spawn([sys.executable, "-I", "-S", "-", *args], fds=fds, own_group=True,
-                                env={**os.environ, "SANDBOX_ENV": script, **turn})
+                                env={**os.environ, "SANDBOX_ENV": script, **more})
         program.write(SUPERVISOR)
     if sandbox.wait_for(pid):
         raise WebError("internal", "the supervisor of the job could not be started")

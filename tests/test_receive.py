@@ -248,12 +248,21 @@ def test_a_bundle_that_never_ends(far: Far, command: str, said: str) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_list_that_never_ends(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_never_ends(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a list, and of whatever else is asked without a bound of its own."""
+    endless = ["cat", "/dev/zero"]
+    monkeypatch.setattr(sandbox, "ANSWER_BYTES", 1 << 20)
     monkeypatch.setattr(sandbox_hosts, "engine_on", lambda *_: far)
-    monkeypatch.setattr(sandbox_hosts, "LIST_BYTES", 1 << 20)
-    monkeypatch.setattr(sandbox, "containers_argv", lambda _: ["cat", "/dev/zero"])
+    monkeypatch.setattr(sandbox, "containers_argv", lambda _: endless)
     monkeypatch.setattr(sandbox, "engines_here", lambda _: [])
     monkeypatch.setattr(sandbox, "list_sessions", lambda _: [])
-    config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None)
+    config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None, image="none")
     assert sandbox_hosts.list_everywhere(config, {}) == (
         [], {"big": "big did not answer: it answers nonsense"})
+    monkeypatch.setattr(far, "closed_argv", lambda *_, **__: endless)
+    monkeypatch.setattr(far, "exec_argv", lambda *_, **__: endless, raising=False)
+    monkeypatch.setattr(far, "diagnose", lambda _: "", raising=False)
+    with pytest.raises(SandboxError):
+        sandbox_hosts.owner_there(far.engine, config, "/srv")
+    sandbox_hosts.check_cut(far.engine, far.session, "tag")
+    assert sandbox.first_answer([far.engine], lambda _: sandbox.Output(endless))[1] == 137
