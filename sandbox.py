@@ -3734,16 +3734,20 @@ def session_rows(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[dict
                   key=lambda row: row["name"])
 
 
-def list_everywhere(config: Config, known: Mapping[str, str] = {},
-                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def list_everywhere(config: Config) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """list_sessions() of this machine and of all hosts, or of the one that was asked for; and the
-    hosts that did not answer, with the reason: those `known` not to do so are not asked.
+    hosts that did not answer, with the reason.
     """
-    if not config.get("hosts") or config.given("host") is not None:
+    if asks_one(config):
         return list_sessions(candidates(config)), {}
     import sandbox_hosts
 
-    return sandbox_hosts.list_everywhere(config, known)
+    return sandbox_hosts.list_everywhere(config)
+
+
+def asks_one(config: Config) -> bool:
+    """Whether there are no hosts but the one that was asked for."""
+    return not config.get("hosts") or config.given("host") is not None
 
 
 def is_proxy(row: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,13 @@ import sandbox
 from sandbox import Check, Config, Engine, EngineProblem, Output, Remedy, SandboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from sandbox import Session
 
 LIST_SECONDS = 8  # for a host to list its sessions
+PATIENCE_SECONDS = 2  # for which the others of a list wait for it
+FIRST_ASK_SECONDS, LONGEST_ASK_SECONDS = 5, 300  # before one that did not answer is asked again
 CLOCK_SECONDS = 60  # that the clock of a host may be off
 
 
@@ -201,33 +204,106 @@ def owner_there(engine: Engine, config: Config, path: str) -> str:
     raise error
 
 
-def list_everywhere(config: Config, known: Mapping[str, str],
-                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """See sandbox.list_everywhere(): one call for each, side by side."""
-    asked, lost = {}, dict(known)
-    for name in sorted(set(config.get("hosts")) - set(known)):
+class Listed:
+    """What a host has listed last, and why it does not say more."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.rows, self.why = name, list[dict[str, Any]](), ""
+        self.asked: tuple[Engine, Output] | None = None
+        # Of one that is asked aside: by whom, when again, and whether nobody waits for that.
+        self.thread: threading.Thread | None = None
+        self.pause, self.again, self.aside = FIRST_ASK_SECONDS, 0.0, False
+        self.seen = ""
+
+    def begin(self, config: Config) -> None:
+        self.asked, self.why = None, ""
         try:
-            engine = engine_on(config, name)
+            engine = engine_on(config, self.name)
             if config.given("runtime") in (None, engine.name):
-                asked[name] = engine, Output(sandbox.containers_argv(engine), LIST_SECONDS)
+                self.asked = engine, Output(sandbox.containers_argv(engine), LIST_SECONDS)
         except (SandboxError, OSError) as error:
-            lost[name] = silent(name, error)
-    rows = []
-    try:
-        rows = [row for row in sandbox.list_sessions(sandbox.engines_here(config))
-                if row["host"] not in asked]
-    except SandboxError as error:
-        if not isinstance(error, EngineProblem) or error.kind != "engine":
-            lost[""] = error.message
-    for name, (engine, output) in asked.items():
+            self.why = silent(self.name, error)
+
+    def finish(self) -> None:
+        if not self.asked:
+            return
+        (engine, output), self.asked = self.asked, None
         try:
             status, out, err = output.result()
             if status:
                 raise engine.failure(err)
-            rows += sandbox.session_rows(engine, sandbox.read_containers(engine, out))
+            self.rows = sandbox.session_rows(engine, sandbox.read_containers(engine, out))
         except (SandboxError, LookupError, TypeError, ValueError) as error:
-            lost[name] = silent(name, error)
+            self.why = silent(self.name, error)
+
+    def ask_aside(self, config: Config) -> None:
+        """Have it asked, unless it is being asked or left alone for a while."""
+        if time.monotonic() > self.again and not (self.thread and self.thread.is_alive()):
+            self.thread = threading.Thread(target=self.ask, args=(config,), daemon=True)
+            self.thread.start()
+
+    def ask(self, config: Config) -> None:
+        began, now = time.monotonic(), Listed(self.name)
+        now.begin(config)
+        now.finish()
+        if now.why:
+            self.again = time.monotonic() + self.pause
+            self.pause = min(2 * self.pause, LONGEST_ASK_SECONDS)
+            now.why += self.seen
+        else:
+            self.rows, self.pause = now.rows, FIRST_ASK_SECONDS
+            had = ", ".join(f"{row['name']} {row['state']}" for row in now.rows) or "no session"
+            self.seen = f"; at {time.strftime('%H:%M')} it had {had}"[:1000]
+        self.why = now.why
+        self.aside = bool(self.why) or time.monotonic() - began > PATIENCE_SECONDS
+
+    def wait(self, until: float) -> str:
+        """Wait for the answer of one that has answered soon before; why there is nothing of it."""
+        if self.thread and not self.aside:
+            self.thread.join(max(0, until - time.monotonic()))
+        new = not (self.seen or self.why) and self.thread and self.thread.is_alive()
+        return f"{self.name} has not answered yet" if new else self.why
+
+
+def list_everywhere(config: Config) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """See sandbox.list_everywhere(): one call for each, side by side."""
+    hosts = [Listed(name) for name in sorted(config.get("hosts"))]
+    for host in hosts:
+        host.begin(config)
+    rows, lost = list_here(config, {host.name for host in hosts if host.asked})
+    for host in hosts:
+        host.finish()
+        rows += host.rows
+        lost |= {host.name: host.why} if host.why else {}
     return rows, lost
+
+
+def list_aside(config: Config,
+               hosts: dict[str, Listed]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The same for who asks often, without waiting for a host that is slow or did not answer."""
+    until, names = time.monotonic() + PATIENCE_SECONDS, sorted(config.get("hosts"))
+    for name in names:
+        hosts.setdefault(name, Listed(name)).ask_aside(config)
+    rows, lost = list_here(config, names)
+    for name in names:
+        if why := hosts[name].wait(until):
+            lost[name] = why
+        else:
+            rows += hosts[name].rows
+    return rows, lost
+
+
+def list_here(config: Config,
+              asked: Container[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The sessions of this machine, where there is an engine, or of the host that our environment
+    means, unless that is asked by its name.
+    """
+    try:
+        rows = sandbox.list_sessions(sandbox.engines_here(config))
+    except SandboxError as error:
+        none = isinstance(error, EngineProblem) and error.kind == "engine"
+        return [], {} if none else {"": error.message}
+    return [row for row in rows if row["host"] not in asked], {}
 
 
 def silent(host: str, error: Exception) -> str:

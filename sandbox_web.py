@@ -23,7 +23,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings lock_homes AGENTS options_of
     engines: Engine candidates engine_of present_image
-    sessions: Session find_session list_everywhere lost_row create_session recreation
+    sessions: Session find_session asks_one list_sessions lost_row create_session recreation
         check_recreation recreate_session start_session stop_session remove_session users_of
         recall has_ended generated_name spec_of check_spec check_mounts
         differences git_of check_removed check_stopped KILLED rename_session duplicate_home
@@ -100,7 +100,7 @@ LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
 SHOWN_DECISIONS = 500
-LOST_SECONDS = 60  # for which a host that did not answer is not asked again
+LOST_SECONDS = 60  # for which ports that could not be brought here are left alone
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 LOG_SECONDS = 10  # how long that of a session's turns, which a run of the command line adds to
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
@@ -992,7 +992,7 @@ class Sessions:
         # When the last call failed, and what is told of it: an error that is kept holds its frames.
         self.failed = (0.0, ("", "", ""))
         self.ports: dict[str, Any] = {}  # those of hosts that are brought here, by session
-        self.lost: dict[str, tuple[float, str]] = {}  # hosts: until when they are left alone
+        self.hosts: dict[str, Any] = {}  # what each has listed
 
     def expire(self) -> None:
         """Have the next list be a new one: something has changed."""
@@ -1016,13 +1016,14 @@ class Sessions:
             return self.rows
 
     def ask(self) -> Rows:
-        """What there is on all hosts; one that did not answer is left alone for a while."""
-        now = time.monotonic()
-        self.lost = {host: lost for host, lost in self.lost.items() if lost[0] > now}
-        known = {host: why for host, (_, why) in self.lost.items()}
-        rows, lost = sandbox.list_everywhere(sandbox.load_config(), known)
-        self.lost.update((host, (time.monotonic() + LOST_SECONDS, why))
-                         for host, why in lost.items() if host and host not in known)
+        """What there is on all hosts; one that does not answer holds up none of the others."""
+        config, lost = sandbox.load_config(), dict[str, str]()
+        if sandbox.asks_one(config):
+            rows = sandbox.list_sessions(sandbox.candidates(config))
+        else:
+            import sandbox_hosts
+
+            rows, lost = sandbox_hosts.list_aside(config, self.hosts)
         self.bring_ports(rows)
         return rows + [sandbox.lost_row(host, why) for host, why in lost.items()]
 

@@ -194,9 +194,13 @@ def test_a_host_that_does_not_answer_is_one_line(there: Elsewhere, home: Path, n
         (line,) = listed.stderr.splitlines()
         assert line.startswith("sandbox: far did not answer: ")
         service = Service(engine, env=there.environ)
-        rows = {row["name"]: row for row in service.get("/api/sessions").json}
-        assert rows["@far"]["state"] == "unreachable" and "far did not" in rows["@far"]["why"]
-        assert rows[f"{name}@lab"]["host"] == "lab"
+
+        def rows() -> dict[str, Any]:
+            return {row["name"]: row for row in service.get("/api/sessions").json}
+
+        assert rows()["@far"]["state"] == "unreachable"
+        wait_for(lambda: "far did not answer" in rows()["@far"]["why"])
+        assert rows()[f"{name}@lab"]["host"] == "lab"
         assert service.get(f"/api/sessions/{name}%40lab").json["state"] == "running"
         job = service.job(f"{name}@lab", "echo there")
         assert service.ended(job)["exit"] == 0
