@@ -18,9 +18,9 @@ import sandbox
 from sandbox import Check, Config, Engine, EngineProblem, Output, Remedy, SandboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from sandbox import Session
+    from sandbox import ListOf, Session
 
 LIST_SECONDS = 8  # for a host to list its sessions
 PATIENCE_SECONDS = 2  # for which the others of a list wait for it
@@ -86,6 +86,10 @@ def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
                            "path is meant there; or work on a copy: --copy", 125)
     check_ports(engine, spec["ports"])
     if spec.get("workspace") == "copy":
+        if (not (engine.is_named or config.is_given("workspace"))
+                and engine.place().startswith(("tcp://127.", "tcp://localhost:", "tcp://[::1]:"))):
+            sandbox.say(f"{engine.host} is taken for another machine, so the session works on a "
+                        'copy; if it is this one: "workspace": "mount"')
         return dict(spec), sandbox.container_user(rootless)
     owner = owner_there(engine, config, spec["directory"])
     return {**spec, "sources": mounts, "git": None, "protect": []}, "0:0" if rootless else owner
@@ -207,8 +211,8 @@ def owner_there(engine: Engine, config: Config, path: str) -> str:
 class Listed:
     """What a host has listed last, and why it does not say more."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.rows, self.why = name, list[dict[str, Any]](), ""
+    def __init__(self, name: str, of: ListOf) -> None:
+        self.name, self.of, self.rows, self.why = name, of, list[Any](), ""
         self.asked: tuple[Engine, Output] | None = None
         # Of one that is asked aside: by whom, when again, and whether nobody waits for that.
         self.thread: threading.Thread | None = None
@@ -224,17 +228,23 @@ class Listed:
         except (SandboxError, OSError) as error:
             self.why = silent(self.name, error)
 
-    def finish(self) -> None:
+    def finish(self) -> str:
+        """What is wrong with its answer, if anything."""
         if not self.asked:
-            return
+            return self.why
         (engine, output), self.asked = self.asked, None
         try:
             status, out, err = output.result()
             if status:
                 raise engine.failure(err)
-            self.rows = sandbox.session_rows(engine, sandbox.read_containers(engine, out))
+            found = sandbox.read_containers(engine, out)
+            self.rows = self.of(engine, found)
+            had = ", ".join(f"{row['name']} {row['state']}" for row in found
+                            if not sandbox.is_proxy(row)) or "no session"
+            self.seen = f"; at {time.strftime('%H:%M')} it had {had}"[:1000]
         except (SandboxError, LookupError, TypeError, ValueError) as error:
             self.why = silent(self.name, error)
+        return self.why
 
     def ask_aside(self, config: Config) -> None:
         """Have it asked, unless it is being asked or left alone for a while."""
@@ -243,17 +253,14 @@ class Listed:
             self.thread.start()
 
     def ask(self, config: Config) -> None:
-        began, now = time.monotonic(), Listed(self.name)
+        began, now = time.monotonic(), Listed(self.name, self.of)
         now.begin(config)
-        now.finish()
-        if now.why:
+        if now.finish():
             self.again = time.monotonic() + self.pause
             self.pause = min(2 * self.pause, LONGEST_ASK_SECONDS)
             now.why += self.seen
         else:
-            self.rows, self.pause = now.rows, FIRST_ASK_SECONDS
-            had = ", ".join(f"{row['name']} {row['state']}" for row in now.rows) or "no session"
-            self.seen = f"; at {time.strftime('%H:%M')} it had {had}"[:1000]
+            self.rows, self.seen, self.pause = now.rows, now.seen, FIRST_ASK_SECONDS
         self.why = now.why
         self.aside = bool(self.why) or time.monotonic() - began > PATIENCE_SECONDS
 
@@ -265,45 +272,28 @@ class Listed:
         return f"{self.name} has not answered yet" if new else self.why
 
 
-def list_everywhere(config: Config) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def list_everywhere(config: Config, of: ListOf,
+                    aside: dict[str, Listed] | None) -> tuple[list[Any], dict[str, str]]:
     """See sandbox.list_everywhere(): one call for each, side by side."""
-    hosts = [Listed(name) for name in sorted(config.get("hosts"))]
-    for host in hosts:
-        host.begin(config)
-    rows, lost = list_here(config, {host.name for host in hosts if host.asked})
-    for host in hosts:
-        host.finish()
-        rows += host.rows
-        lost |= {host.name: host.why} if host.why else {}
-    return rows, lost
-
-
-def list_aside(config: Config,
-               hosts: dict[str, Listed]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The same for who asks often, without waiting for a host that is slow or did not answer."""
     until, names = time.monotonic() + PATIENCE_SECONDS, sorted(config.get("hosts"))
+    hosts = {} if aside is None else aside
     for name in names:
-        hosts.setdefault(name, Listed(name)).ask_aside(config)
-    rows, lost = list_here(config, names)
+        host = hosts.setdefault(name, Listed(name, of))
+        host.begin(config) if aside is None else host.ask_aside(config)
+    # An engine of this machine, or the host that our environment means.
+    rows, lost = list[Any](), dict[str, str]()
+    try:
+        engine, found = sandbox.list_containers(sandbox.engines_here(config))
+        rows += of(engine, found) if engine.host not in names else []
+    except SandboxError as error:
+        if not isinstance(error, EngineProblem) or error.kind != "engine":
+            lost[""] = error.message
     for name in names:
-        if why := hosts[name].wait(until):
+        if why := hosts[name].finish() if aside is None else hosts[name].wait(until):
             lost[name] = why
         else:
             rows += hosts[name].rows
     return rows, lost
-
-
-def list_here(config: Config,
-              asked: Container[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The sessions of this machine, where there is an engine, or of the host that our environment
-    means, unless that is asked by its name.
-    """
-    try:
-        rows = sandbox.list_sessions(sandbox.engines_here(config))
-    except SandboxError as error:
-        none = isinstance(error, EngineProblem) and error.kind == "engine"
-        return [], {} if none else {"": error.message}
-    return [row for row in rows if row["host"] not in asked], {}
 
 
 def silent(host: str, error: Exception) -> str:

@@ -23,7 +23,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
     configuration: Config Layer load_config read_config flags_layer session_config exec_env KEYS
         read_settings write_settings lock_settings lock_homes AGENTS options_of
     engines: Engine candidates engine_of present_image
-    sessions: Session find_session asks_one list_sessions lost_row create_session recreation
+    sessions: Session find_session list_everywhere lost_row create_session recreation
         check_recreation recreate_session start_session stop_session remove_session users_of
         recall has_ended generated_name spec_of check_spec check_mounts
         differences git_of check_removed check_stopped KILLED rename_session duplicate_home
@@ -648,6 +648,7 @@ class App(ThreadingHTTPServer):
         # What all sessions have used, and when that was read.
         self.usage: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
         self.usage_lock = threading.Lock()
+        self.hidden: dict[str, Any] = {}  # of each host the sessions whose keys are hidden
         self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
@@ -1017,13 +1018,7 @@ class Sessions:
 
     def ask(self) -> Rows:
         """What there is on all hosts; one that does not answer holds up none of the others."""
-        config, lost = sandbox.load_config(), dict[str, str]()
-        if sandbox.asks_one(config):
-            rows = sandbox.list_sessions(sandbox.candidates(config))
-        else:
-            import sandbox_hosts
-
-            rows, lost = sandbox_hosts.list_aside(config, self.hosts)
+        rows, lost = sandbox.list_everywhere(sandbox.load_config(), aside=self.hosts)
         self.bring_ports(rows)
         return rows + [sandbox.lost_row(host, why) for host, why in lost.items()]
 
@@ -1362,8 +1357,8 @@ def get_all_usage(app: App, _request: Request, _params: Params) -> Answer:
 
     with app.usage_lock:
         if time.monotonic() - app.usage[0] > USAGE_SECONDS:
-            engines = sandbox.candidates(sandbox.load_config())
-            entries = sandbox_keys.used(*sandbox_keys.hidden_sessions(engines))
+            hidden, _ = sandbox_keys.hidden_sessions(sandbox.load_config(), app.hidden)
+            entries = sandbox_keys.used(hidden)
             app.usage = (time.monotonic(), entries)
         return json_answer({"sessions": app.usage[1], "day": iso(time.time())[:10],
                             "prices": sandbox_keys.table()["prices"]["date"]})

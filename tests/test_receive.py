@@ -257,9 +257,9 @@ def test_an_answer_that_never_ends(far: Far, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sandbox_hosts, "engine_on", lambda *_: far)
     monkeypatch.setattr(sandbox, "containers_argv", lambda _: endless)
     monkeypatch.setattr(sandbox, "engines_here", lambda _: [])
-    monkeypatch.setattr(sandbox, "list_sessions", lambda _: [])
+    monkeypatch.setattr(sandbox, "list_containers", lambda _: (sandbox.Docker(), []))
     config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None, image="none")
-    assert sandbox_hosts.list_everywhere(config) == (
+    assert sandbox_hosts.list_everywhere(config, sandbox.session_rows, None) == (
         [], {"big": "big did not answer: it answers nonsense"})
     monkeypatch.setattr(far, "closed_argv", lambda *_, **__: endless)
     monkeypatch.setattr(far, "exec_argv", lambda *_, **__: endless, raising=False)
@@ -280,21 +280,21 @@ def test_a_list_waits_for_no_dead_host(far: Far, monkeypatch: pytest.MonkeyPatch
         asked.append(1)
         return ["cat", str(fifo)]
 
-    rows = [{"name": "one@big", "host": "big", "state": "running"}]
+    rows = [{"name": "one@big", "state": "running", "labels": {}}]
     monkeypatch.setattr(sandbox_hosts, "LIST_SECONDS", 600)
     monkeypatch.setattr(sandbox_hosts, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(sandbox_hosts, "FIRST_ASK_SECONDS", 0)
     monkeypatch.setattr(sandbox_hosts, "engine_on", lambda *_: far)
     monkeypatch.setattr(sandbox, "containers_argv", argv)
     monkeypatch.setattr(sandbox, "engines_here", lambda _: [])
-    monkeypatch.setattr(sandbox, "list_sessions", lambda _: [{"name": "here", "host": ""}])
-    monkeypatch.setattr(sandbox, "read_containers", lambda *_: [])
-    monkeypatch.setattr(sandbox, "session_rows", lambda *_: rows)
+    monkeypatch.setattr(sandbox, "list_containers",
+                        lambda _: (sandbox.Docker(), [{"name": "here"}]))
+    monkeypatch.setattr(sandbox, "read_containers", lambda *_: rows)
     config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None)
     hosts = dict[str, sandbox_hosts.Listed]()
 
     def listed() -> tuple[list[str], str]:
-        found, lost = sandbox_hosts.list_aside(config, hosts)
+        found, lost = sandbox_hosts.list_everywhere(config, lambda _, rows: [*rows], hosts)
         return [row["name"] for row in found], lost.get("big", "")
 
     def answer() -> bool:
@@ -319,7 +319,7 @@ def test_a_list_waits_for_no_dead_host(far: Far, monkeypatch: pytest.MonkeyPatch
     assert why.endswith(" it had one@big running") and hosts["big"].pause == 300
     before = len(asked)
     assert listed() == (names, why) and len(asked) == before  # it is left alone
-    monkeypatch.setattr(sandbox, "read_containers", lambda *_: [])
+    monkeypatch.setattr(sandbox, "read_containers", lambda *_: rows)
     hosts["big"].again = 0
     assert listed() == (names, why)  # and nobody waits while it is asked again
     wait_for(lambda: answered() == (["here", "one@big"], ""))
