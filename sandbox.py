@@ -1072,12 +1072,11 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
-          fds: Mapping[int, int] | None = None, own_group: bool = False,
-          stop: Callable[[int], object] | None = None) -> int:
+          fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
-    `stop` ends the child first, or waits for it: nobody else knows its pid yet.
+    the child is ended first: nobody else knows its pid yet.
     """
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
@@ -1096,7 +1095,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if pid:
-            (stop or terminate)(pid)
+            terminate(pid)
         raise
 
 
@@ -1137,6 +1136,29 @@ def end_on_signals() -> None:
             signal.signal(number, end)
 
 
+class SignalsHeld:
+    """Lets a signal that ends us wait for the end of the block; a second one does not wait."""
+
+    def __enter__(self) -> None:
+        self.came: list[int] = []
+        self.before: dict[int, Any] = {}
+        with suppress(ValueError):  # signals come to the main thread alone
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if callable(signal.getsignal(number)):
+                    self.before[number] = signal.signal(number, self.hold)
+
+    def hold(self, number: int, frame: Any) -> None:
+        self.came.append(number)
+        if len(self.came) > 1:
+            self.before[number](number, frame)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.came:
+            self.before[self.came[0]](self.came[0], None)
+
+
 def signal_name(number: int) -> str:
     """The name, as kill takes it, of one of the signals that end a run."""
     return {int(signal.SIGINT): "INT", int(signal.SIGTERM): "TERM"}.get(number, "HUP")
@@ -1173,19 +1195,17 @@ class Output:
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
                  env: Mapping[str, str] | None = None, stdin: bytes = b"",
-                 changes: bool = False) -> None:
-        """`seconds` from now it must have ended. Of a call that `changes` what there is a Ctrl-C
-        waits for the end: a daemon would go on without its client, and what it makes after we have
-        looked what to remove would stay.
+                 leads: bool = False) -> None:
+        """`seconds` from now it must have ended. A Ctrl-C on the terminal does not reach one that
+        `leads` a group: a daemon would go on without its client.
         """
-        self.argv, self.seconds, self.changes = argv, seconds, changes
+        self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
-        self.leads = seconds < LONG_SECONDS and not os.isatty(0)
+        self.leads = leads or seconds < LONG_SECONDS and not os.isatty(0)
         given = file_of(stdin)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads,
-                             stop=wait_for if changes else None)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
@@ -1209,11 +1229,7 @@ class Output:
             self.collect(chunks, limit_bytes)
             status = self.wait()
         except BaseException as error:
-            late = isinstance(error, EngineProblem)
-            if self.changes and not late:
-                wait_for(self.pid)
-            else:
-                self.end(9 if late else 15)
+            self.end(9 if isinstance(error, EngineProblem) else 15)
             raise
         finally:
             self.close(*chunks)
@@ -1725,9 +1741,9 @@ class Engine:
         """
         return [*self.client, *self.calls[call], *map(self.bare, names)]
 
-    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, changes: bool = False) -> str:
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, leads: bool = False) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = Output(argv, seconds, changes=changes).result()
+        status, out, err = Output(argv, seconds, leads=leads).result()
         if status:
             raise self.failure(err)
         return out
@@ -1848,7 +1864,7 @@ class Engine:
 
     def create(self, argv: Sequence[str]) -> Output:
         """The creation of a container, begun."""
-        return Output(argv, LONG_SECONDS, changes=True)
+        return Output(argv, LONG_SECONDS, leads=self.shares_files)
 
     # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
     detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
@@ -2221,7 +2237,7 @@ class Podman(Engine):
                  "labels": row["Labels"]} for row in parse_json(out or "[]")]
 
     def create(self, argv: Sequence[str]) -> Output:
-        return Created(argv, LONG_SECONDS, changes=True)
+        return Created(argv, LONG_SECONDS, leads=self.shares_files)
 
     def build_problem(self) -> EngineProblem | None:
         if self.host:
@@ -3113,16 +3129,17 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             present_image(engine, config)  # raises
             sandbox_changes.make_copy(engine, session, source)
         begun = turn(engine, session)
-        proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
-        making, given = engine.create(session_argv(engine, name, spec, labels)), False
-        try:
-            ended = proxy.result() if proxy else (0, "", "")
-            if not ended[0]:
-                give_keys(engine, session, config)
-            given = True
-        finally:  # what is being made can be removed only then
-            made, out, err = making.result()
-            status = made if given else 1
+        with SignalsHeld():  # what is being made can be removed only when it is there
+            proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
+            making, given = engine.create(session_argv(engine, name, spec, labels)), False
+            try:
+                ended = proxy.result() if proxy else (0, "", "")
+                if not ended[0]:
+                    give_keys(engine, session, config)
+                given = True
+            finally:
+                made, out, err = making.result()
+                status = made if given else 1
         if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
         if not status:  # only now is the name ours
@@ -3258,7 +3275,8 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
     look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
-        engine.ask(engine.argv("rename", session.id, aside), changes=True)
+        with SignalsHeld():
+            engine.ask(engine.argv("rename", session.id, aside), leads=engine.shares_files)
         if not session.home:
             copy_home(engine, session, home)
         renew_home(engine, home, before, image, left_places(session, spec))
@@ -3269,8 +3287,11 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
             sandbox_keys.take_counts(engine, session, fresh)
         check_ready(engine, fresh)
     except BaseException:
-        if fresh:
-            remove_container(engine, fresh)
+        with suppress(SandboxError):  # the first failure is the one to tell
+            # It may be there where nobody has told us; who else has this home is the old one.
+            fresh = fresh or find_session([engine], session.name)[1]
+            if fresh and fresh.home == home and fresh.id != session.id:
+                remove_container(engine, fresh)
         taken, _, err = Output(engine.argv("rename", session.id, session.name)).result()
         if not taken:
             say(f"{session.name} is there as it was, stopped")
@@ -3278,14 +3299,11 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
             say(f"to come back: sandbox rename {aside} NAME")
         remember(engine, session)
         if session.home and before:
-            with suppress(SandboxError):  # the first failure is the one to tell
+            with suppress(SandboxError):
                 renew_home(engine, home, image, before)
         remove_volumes(engine, home)  # a new one: nobody uses it
         raise
-    # From here on the new one counts, and a signal would leave half of each.
-    before_signals = signal.pthread_sigmask(
-        signal.SIG_BLOCK, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
-    try:
+    with SignalsHeld():  # from here on the new one counts
         if settings:
             with lock_settings(session.name):
                 if (wanted := settings()) != read_settings(session.name):
@@ -3294,9 +3312,7 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
         same = {spec["sources"][0]} | (set() if engine.shares_files else {spec["directory"]})
         if session.is_ours and place not in same:
             remove_volumes(engine, session.store)  # its snapshots are of the directory before
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
-    forget_terminals(session.name)
+        forget_terminals(session.name)
     return fresh
 
 
@@ -3683,10 +3699,11 @@ def rename_session(engine: Engine, session: Session, name: str) -> None:
     if engine.full(name) != name and "@" in name:
         raise SandboxError(f"{session.name} stays on its host", f"rename it to {engine.bare(name)}")
     name = engine.full(name)
-    with lock_session(engine, session), lock_settings(session.name):
+    with lock_session(engine, session), lock_settings(session.name), SignalsHeld():
         if name == session.name:
             raise SandboxError(f"{name} has that name already", "choose another name")
-        status, _, err = Output(engine.argv("rename", session.id, name)).result()
+        status, _, err = Output(engine.argv("rename", session.id, name),
+                                leads=engine.shares_files).result()
         if status and engine.is_name_taken(err):
             raise SandboxError(f"there is a container {name} already", "choose another name")
         if status:
