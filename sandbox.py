@@ -4748,6 +4748,10 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
+        if engine.host and not terminal:
+            import sandbox_hosts
+
+            return sandbox_hosts.wait_for(engine, pid)
         return wait_for(pid)
     finally:
         if terminal:  # an engine's client that is killed leaves it raw, and it may be gone

@@ -302,6 +302,45 @@ def silent(host: str, error: Exception) -> str:
     return f"{host} did not answer: {lines[-1][:300]}"
 
 
+PROBE_SECONDS, UNANSWERED_SECONDS = 30, 120
+CUT_STATUS = 255  # as that of ssh
+
+
+def wait_for(engine: Engine, pid: int) -> int:
+    """Wait for a client of the engine, which leads a group: its status, or CUT_STATUS where it was
+    ended because its host does not answer any more. It would never know: a network that loses all
+    packets closes no connection.
+    """
+    over, cut = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        answered = time.monotonic()
+        while not over.wait(PROBE_SECONDS):
+            if answers(engine):
+                answered = time.monotonic()
+            elif time.monotonic() - answered > UNANSWERED_SECONDS and not over.is_set():
+                cut.set()
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, 9)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        status = sandbox.wait_for(pid)
+    finally:
+        over.set()
+    return CUT_STATUS if cut.is_set() else status
+
+
+def answers(engine: Engine) -> bool:
+    """Whether a host says anything at all."""
+    try:
+        status, _, err = Output(engine.argv("ping"), PROBE_SECONDS).result()
+    except (SandboxError, OSError):
+        return False
+    return not status or engine.diagnose(err) != "daemon"
+
+
 # Prints the tag of a command whose first process, which has none above it inside, is still there.
 LEADS = """\
 for environ in $(grep -ls "SANDBOX_EXEC=$1" /proc/[0-9]*/environ); do

@@ -2,13 +2,16 @@
 
 import http.client
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CONTAINERS_CONF, Engine, Result, unique_name, write_config
+from conftest import CONTAINERS_CONF, Engine, Process, Result, unique_name, write_config
 from elsewhere import HOSTS, Elsewhere, configure, elsewhere
 from service import Service, free_port, wait_for
 
@@ -209,10 +212,11 @@ def test_a_host_that_does_not_answer_is_one_line(there: Elsewhere, home: Path, n
 
 def test_a_cut_connection_is_no_end(there: Elsewhere, name: str, engine: Engine) -> None:
     """Also with a plain DOCKER_HOST. What ran goes on."""
-    assert there.sandbox("run", "-r", "big", "-n", name, "-x", "true").returncode == 0
+    for host in HOSTS:
+        assert there.sandbox("run", "-r", host, "-n", name, "-x", "true").returncode == 0
     marks = "98701"
     ways: list[tuple[str, dict[str, str]]] = [
-        (f"{name}@big", {}), (name, {"DOCKER_HOST": "ssh://root@big"})]
+        (f"{name}@big", {}), (name, {"DOCKER_HOST": "ssh://root@big"}), (f"{name}@lab", {})]
     for full, env in ways:
         run = engine.popen("run", "-n", full, "-x", f"echo began; exec sleep {marks}",
                            env=there.environ | env)
@@ -225,6 +229,67 @@ def test_a_cut_connection_is_no_end(there: Elsewhere, name: str, engine: Engine)
         assert f"sleep {marks}" in shown.stdout, shown.stderr
     failed = there.sandbox("run", "-n", f"{name}@big", "-x", "exit 1")
     assert (failed.returncode, failed.stderr) == (1, "")
+
+
+IMPATIENT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import sandbox, sandbox_hosts
+sandbox.CALL_SECONDS = sandbox_hosts.PROBE_SECONDS = 2
+sandbox_hosts.UNANSWERED_SECONDS = 5
+sandbox.Output.__init__.__defaults__ = (2, *sandbox.Output.__init__.__defaults__[1:])
+sandbox.leave(sandbox.main(sys.argv[2:]))
+"""
+
+
+def test_a_network_that_loses_everything_is_a_cut(there: Elsewhere, name: str, engine: Engine,
+                                                  ) -> None:
+    """No connection is closed, so nobody is told."""
+    runs, hosts = [], [f"{name}@{host}" for host in HOSTS]
+    with ExitStack() as stack:
+        for host, full in zip(HOSTS, hosts, strict=True):
+            assert there.sandbox("run", "-r", host, "-n", name, "-x", "true").returncode == 0
+            argv = [sys.executable, "-I", "-c", IMPATIENT, str(engine.area / "app"), "run",
+                    "-n", full, "-x", "echo began; exec sleep 98702"]
+            run = stack.enter_context(Process(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, **engine.where(env=there.environ)))
+            assert run.stdout and run.stdout.readline() == "began\n"
+            runs.append(run)
+        with there.lossy():
+            for full, run in zip(hosts, runs, strict=True):
+                _, err = run.communicate(timeout=60)
+                assert run.returncode == 125, err
+                assert f"what ran in {full} may go on" in err
+                assert f"sandbox run -n {full}" in err
+    for full in hosts:
+        assert "sleep 98702" in there.sandbox("run", "-n", full, "-x", "ps").stdout
+
+
+def test_two_clients_of_one_session(there: Elsewhere, name: str, engine: Engine) -> None:
+    """What the one renames or removes while the other works in it is told that one."""
+    full = f"{name}@big"
+    other = engine.directory()
+    write_config(other)
+    configure(other, runs=RUNS)
+    there.sandbox("run", "-r", "big", "-n", name, "-x", "true")
+    seen = there.sandbox("run", "-n", full, "-x", "echo seen", home=other)
+    assert seen.stdout == "seen\n", seen.stderr
+    with engine.popen("run", "-n", full, "-x", "echo began; exec sleep 98703",
+                      env=there.environ) as run:
+        assert run.stdout and run.stdout.readline() == "began\n"
+        renamed = there.sandbox("rename", full, f"{name}-2", home=other)
+        assert renamed.returncode == 0, renamed.stderr
+        again = there.sandbox("run", "-n", f"{name}-2@big", "-x", "ps")
+        assert "sleep 98703" in again.stdout, again.stderr
+        removed = there.sandbox("rm", "-f", f"{name}-2@big", home=other)
+        assert removed.returncode == 0, removed.stderr
+        _, err = run.communicate(timeout=60)
+        assert run.returncode in (125, 137) and "Traceback" not in err, (run.returncode, err)
+    told = there.sandbox("run", "-n", full, "-x", "echo never")
+    assert (told.returncode, told.stdout) == (1, "") and f"{full} is gone" in told.stderr
+    anew = there.sandbox("run", "-r", "big", "-n", name, "-x", "echo anew")
+    assert anew.stdout == "anew\n", anew.stderr
 
 
 @pytest.mark.parametrize("host", HOSTS)
