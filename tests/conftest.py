@@ -46,6 +46,7 @@ IMAGE_VERSION = "1.0-common"
 IMAGE = f"{IMAGE_NAME}:{IMAGE_VERSION}"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TIMEOUT_SECONDS = 120.0
+HANG_SECONDS = 60.0  # for what comes at once: a busy machine takes its time
 
 # in every name and directory of this test run, to know its containers by
 TOKEN = f"t{secrets.token_hex(4)}"
@@ -120,7 +121,7 @@ class Terminal:
     def resize(self, rows: int, cols: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
 
-    def expect(self, text: str, timeout: float = 30) -> str:
+    def expect(self, text: str, timeout: float = HANG_SECONDS) -> str:
         """Wait for text that no earlier expect() has consumed; return the output up to its end."""
         deadline = time.monotonic() + timeout
         while (at := self.output.find(text, self._seen)) < 0:
@@ -132,14 +133,14 @@ class Terminal:
 
     def quiet(self, seconds: float = 1) -> None:
         """Read until nothing has come for this long: a program has drawn its screen and waits."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_SECONDS
         while time.monotonic() < deadline and self._read(time.monotonic() + seconds):
             pass
 
     def unread(self) -> str:
         return self.output[self._seen :]
 
-    def wait(self, timeout: float = 30) -> int:
+    def wait(self, timeout: float = HANG_SECONDS) -> int:
         """Read until the process has ended; return its status, negative for a signal."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:

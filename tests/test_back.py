@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from conftest import PYTHON, Engine, Terminal, unique_name, write_config
-from service import free_port
-from test_engines import container_names, inspect, sleeping, wait_for
+from service import free_port, wait_for
+from test_engines import container_names, inspect, sleeping
 
 import sandbox
 from sandbox import ENGINE_STATUS, KILLED
@@ -234,7 +234,7 @@ def test_rm_asks_who_would_lose_something_and_tells_them(engine: Engine, project
                 rm.send(answer)
                 assert rm.wait() == status
             assert (name in container_names(engine)) is bool(status)
-        _, err = script.communicate(timeout=30)
+        _, err = script.communicate(timeout=60)
         assert script.returncode and err.splitlines()[-1] == f"sandbox: {GONE.format(name)}"
         for other in (person, attached):
             other.expect(GONE.format(name))
@@ -255,7 +255,7 @@ def test_a_script_and_force_ask_nothing(engine: Engine, project: Path, home: Pat
             else:
                 removed = engine.sandbox("rm", name)
                 assert (removed.returncode, removed.stderr) == (0, "")
-            assert GONE.format(name) in other.communicate(timeout=30)[1]
+            assert GONE.format(name) in other.communicate(timeout=60)[1]
 
 
 def test_nobody_is_asked_for_what_is_his_own(engine: Engine, project: Path, home: Path,

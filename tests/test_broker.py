@@ -1232,6 +1232,7 @@ class Lab:
                           "-v", f"{self.directory}:/lab", image, "python3", "-B",
                           "/lab/vendor_stub.py", "/lab")
         assert made.returncode == 0, made.stderr
+        wait_for((self.directory / "ready").exists)
         self.execute("sh", "-c", "cd /lab && exec python3 -I -S -B broker.py serve >log 2>&1",
                      detached=True)
         wait_for(lambda: self.ask(do="usage"))

@@ -18,7 +18,16 @@ import pytest
 from conftest import IMAGE as TEST_IMAGE
 from conftest import PYTHON, ROOT, Engine, Result, write_config
 from service import Service, wait_for
-from test_agents import ENV_FILE, IMAGE, ONCE, image, on_docker, write_stub_config
+from test_agents import (
+    ENV_FILE,
+    IMAGE,
+    ONCE,
+    SCREENS,
+    START_SECONDS,
+    image,
+    on_docker,
+    write_stub_config,
+)
 from test_engines import sleeping
 
 import sandbox
@@ -110,7 +119,7 @@ def test_what_is_asked_waits_for_no_reader(platform: str) -> None:
     ask = (f"import os, sys; sys.platform = {platform!r}; import sandbox; "
            f"{platform!r} == 'linux' or delattr(os, 'memfd_create'); "
            "print(sandbox.Output(['wc', '-c'], stdin=bytes(1 << 20)).result())")
-    done = subprocess.run([PYTHON, "-c", ask], cwd=ROOT, text=True, capture_output=True, timeout=30)
+    done = subprocess.run([PYTHON, "-c", ask], cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert done.stdout == f"(0, '{1 << 20}\\n', '')\n", done.stderr
 
 
@@ -314,7 +323,7 @@ def test_an_agents_terminal_in_the_browser_is_a_turn(turns: Turns, service: Serv
         (turn,) = turns.log()
         assert (turn["what"], turn.get("ended")) == ("agent", None)
         (turns.project / "made").write_text("meanwhile")
-        assert terminal
+        terminal.expect(SCREENS["c"][0], START_SECONDS)  # it has begun
     service.restart_after_kill()
     assert turns.run("--no-checkpoint", "-x", "pkill -x claude; pkill -f claude-code").stderr == ""
     (turn,) = turns.ended()
@@ -403,7 +412,7 @@ def test_ctrl_c_leaves_no_container(turns: Turns) -> None:
         assert client.stderr.readline() == (
             f"sandbox: taking a snapshot of {turns.project}: Ctrl-C ends it, "
             "--no-checkpoint goes without\n")
-        assert turns.containers()
+        wait_for(turns.containers)
         client.send_signal(signal.SIGINT)
         assert client.wait(60) == 130
         assert not turns.containers() and not (turns.project / "made").exists()

@@ -303,22 +303,29 @@ def test_a_full_disk_is_said_and_leaves_no_session(copied: Copied, engine: Engin
     assert volume not in volumes(engine)
 
 
+TRACED = {"SANDBOX_TRACE": "1"}
+
+
+def copy_of(engine: Engine, run: Process) -> str:
+    """The volume of the copy that a traced command makes, when it is there."""
+    assert run.stderr
+    line = next(line for line in run.stderr if "sandbox-copy-" in line and " run " in line)
+    found = re.search("sandbox-copy-[0-9a-f]{10}", line)
+    assert found
+    wait_for(lambda: found[0] in volumes(engine))
+    return found[0]
+
+
 def test_a_killed_seed_leaves_no_half_session(copied: Copied, engine: Engine, name: str) -> None:
     copied.write(large="x" * 30_000_000)
-    before = volumes(engine)
-    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env={"SANDBOX_TRACE": "1"})
-    assert run.stderr
-    for line in run.stderr:
-        if "sandbox-copy-" in line and " run " in line:
-            break
-    wait_for(lambda: any("-copy-" in volume for volume in volumes(engine) - before))
+    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env=TRACED)
+    left = copy_of(engine, run)
     run.kill()
     run.wait()
-    left = re.search("sandbox-copy-[0-9a-f]{10}", line)
-    assert left and name not in engine.sandbox("ps", "-q").stdout
+    assert name not in engine.sandbox("ps", "-q").stdout
     assert copied.make(name, "wc -c <large") == "30000000\n"
-    wait_for(lambda: engine.run("ps", "-q", "--filter", f"name={left[0]}").stdout == "")
-    engine.run("volume", "rm", left[0], left[0].replace("copy", "shadow"))
+    wait_for(lambda: engine.run("ps", "-aq", "--filter", f"name={left}").stdout == "")
+    engine.run("volume", "rm", left, left.replace("copy", "shadow"))
 
 
 def test_ctrl_c_while_it_is_copied_leaves_nothing(copied: Copied, engine: Engine, name: str,
@@ -326,10 +333,8 @@ def test_ctrl_c_while_it_is_copied_leaves_nothing(copied: Copied, engine: Engine
     with (copied.project / "large").open("wb") as file:
         for _ in range(100):
             file.write(bytes(10 << 20))
-    before = volumes(engine)
-    run = engine.popen("run", "-n", name, "--copy", "-x", "true")
-    wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
-    (copy, *_) = [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")]
+    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env=TRACED)
+    copy = copy_of(engine, run)
     run.send_signal(signal.SIGINT)
     assert run.wait() == 130
     assert copy not in volumes(engine)
@@ -535,10 +540,9 @@ def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, 
 def test_a_source_does_not_change_while_it_is_duplicated(copied: Copied, engine: Engine, name: str,
                                                          ) -> None:
     copied.make(name, "head -c 800000000 /dev/zero >large")
-    before = volumes(engine)
     with engine.popen("run", "-n", f"{name}-2", "--from", name, "-x", "stat", "-c", "%s", "large",
-                      ) as run:
-        wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
+                      env=TRACED) as run:
+        copy_of(engine, run)
         removed = engine.sandbox("rm", "-f", name)
         assert removed.returncode == 0 and "waiting for another command" in removed.stderr
         assert run.stdout and run.stdout.read() == "800000000\n"

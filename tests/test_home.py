@@ -409,7 +409,7 @@ def test_an_open_run_follows_a_rename(engine: Engine, name: str) -> None:
         terminal.expect(f"the container {other} is still there")
         terminal.expect("Keep it?")
         terminal.send("n\n")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(60) == 0
     assert engine.sandbox("ps", "-q").stdout.split().count(other) == 0
     assert "sleep 1000" in engine.sandbox("ps", name).stdout
     engine.sandbox("rm", "-f", name)

@@ -92,7 +92,7 @@ def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
     polite, stubborn = service.ended(polite), service.ended(stubborn)
     assert (polite["state"], polite["exit"]) == ("cancelled", 3)
     assert stubborn["state"] == "cancelled" and stubborn["exit"] != 0
-    assert sleeping(service.engine, name, "98765") == 0
+    wait_for(lambda: sleeping(service.engine, name, "98765") == 0)
     assert service.request("DELETE", f"{path}/{polite['id']}").status == 409
 
 

@@ -18,7 +18,15 @@ import pytest
 from conftest import IMAGE, Engine, Result, unique_name, write_config
 from network import add_names, inspected, proxy_of, shown_network
 from service import Service, wait_for
-from test_agents import ONCE, SCREENS, START_SECONDS, image, on_docker, type_prompt
+from test_agents import (
+    ONCE,
+    SCREENS,
+    START_SECONDS,
+    image,
+    on_docker,
+    type_prompt,
+    type_words,
+)
 from test_broker import ASK, TABLE, VENDORS, Ca, ca, equip
 
 import sandbox
@@ -180,12 +188,14 @@ class Hidden:
 
     def start_vendors(self) -> None:
         self.proxy, self.vendors = proxy_of(self.engine, self.name), f"{unique_name()}-vendors"
+        (self.directory / "ready").unlink(missing_ok=True)
         add_names(self.engine, self.proxy, dict.fromkeys(VENDORS, "127.0.0.1"))
         made = self.engine.run(
             "run", "-d", "--init", "--name", self.vendors, "--network", f"container:{self.proxy}",
             "-v", f"{self.directory}:/stub", "-e", "PYTHONDONTWRITEBYTECODE=1", IMAGE, "python3",
             "/stub/vendor_stub.py", "/stub")
         assert made.returncode == 0, made.stderr
+        wait_for((self.directory / "ready").exists)
 
     @property
     def where(self) -> dict[str, Any]:
@@ -820,11 +830,7 @@ def test_before_each_prompt_of_an_agent_on_a_terminal_there_is_a_checkpoint(
         with engine.pty(*hidden.argv("-y", agent), **hidden.where) as terminal:
             terminal.expect(SCREENS[agent][0], timeout=START_SECONDS)
             for path in (one, two):
-                terminal.quiet(2)
-                terminal.send(f"please run: touch {path.name}")
-                terminal.expect(path.name)
-                terminal.quiet()
-                terminal.send("\r")
+                type_words(terminal, f"please run: touch {path.name}", path.name)
                 wait_for(path.exists, START_SECONDS)
             turns = json.loads(hidden.sandbox("log", hidden.name, "--json").stdout)
             assert [turn["what"] for turn in turns].count("prompt") == 2, turns

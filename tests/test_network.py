@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -519,7 +519,7 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
         if row["name"].startswith(f"{name}-") and row["name"] != f"{name}-kept":
             # a session whose container went by other hands leaves most
             engine.run("rm", "-f", row["name"])
-    left = [item for trace in traces for item in leftovers(engine, trace)]
+    left = settled(lambda: [item for trace in traces for item in leftovers(engine, trace)])
     assert left
     mounts = [mount for item in left if item.startswith("sandbox-proxy-")
               for mount in inspected(engine, item, "{{range .Mounts}}{{.Name}} {{end}}").split()]
@@ -533,6 +533,15 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
     assert not set(mounts) & set(engine.run("volume", "ls", "-q").stdout.split())
     assert len(leftovers(engine, kept.stderr)) == 3
     assert engine.run("volume", "rm", foreign).returncode == 0
+
+
+def settled(look: Callable[[], list[str]]) -> list[str]:
+    """What a look sees when it has seen the same for a second: a daemon goes on by itself."""
+    seen, since = look(), time.monotonic()
+    while time.monotonic() < since + 1:
+        if (now := look()) != seen:
+            seen, since = now, time.monotonic()
+    return seen
 
 
 def kill_while_it_creates(engine: Engine, name: str, seconds: float) -> str:

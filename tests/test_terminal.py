@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Engine, Terminal, write_config
-from test_engines import container_names, sleeping, wait_for
+from service import wait_for
+from test_engines import container_names, sleeping
 
 PROMPT = "Keep it? [y] "
 
@@ -147,7 +148,7 @@ def test_with_rm_on_exit_a_closed_terminal_leaves_nothing(engine: Engine, projec
         terminal.expect("ready")
         wait_for(lambda: sleeping(engine, name, mark) == 1)
         os.dup2(os.open(os.devnull, os.O_RDWR), terminal.master)
-        terminal.process.wait(30)
+        terminal.process.wait(60)
     assert name not in container_names(engine)
 
 
