@@ -372,10 +372,16 @@ def copy_code(app: Path) -> None:
 
 
 ENGINES = ("docker", "podman", "rootless")
+# What no engine decides is tested on one, and what only its client or only its user decides on two.
+on_docker = pytest.mark.parametrize("engine", ["docker"], indirect=True)
+on_both_clients = pytest.mark.parametrize("engine", ["docker", "podman"], indirect=True)
+as_root_and_not = pytest.mark.parametrize("engine", ["docker", "rootless"], indirect=True)
 # A cluster is built by `tests/prepare kubernetes` alone: its part is there where that has run.
 BUILT = Path("/var/cache/sandbox-test/kubernetes/bin/kubelet").exists()
-PARTS = ("docker", "podman", "web", *(["kubernetes"] if BUILT else []))
-WEB = ("test_browser", "test_jobs", "test_web", "test_websocket")
+PARTS = ("docker", "podman", "rootless", "web", *(["kubernetes"] if BUILT else []))
+# What prunes stays with what makes copies: only the tests of one part wait for each other.
+WEB = ("test_browser", "test_jobs", "test_keys", "test_keys_page", "test_notify", "test_review",
+       "test_states", "test_terminal", "test_web", "test_websocket")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -383,13 +389,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def part_of(item: pytest.Item) -> str:
-    """The one part of a test. Each takes a third of the time: so what needs no engine is in web."""
+    """The one part of a test. Docker has two; what needs no engine is in web."""
     assert isinstance(item, pytest.Function)
     if item.get_closest_marker("kubernetes"):
         return "kubernetes"
     engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
     if engine not in (None, "docker"):
-        return "podman"
+        return "rootless" if "rootless" in str(engine) else "podman"
     return "web" if engine is None or item.module.__name__ in WEB else "docker"
 
 

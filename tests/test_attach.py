@@ -224,9 +224,8 @@ def begin(engine: Engine, name: str, command: str = CAT) -> str:
     return started.stdout.split()[1]
 
 
-@pytest.mark.parametrize("keys", [KEYS, KITTY, OTHER], ids=["plain", "kitty", "modifyOtherKeys"])
 def test_keys_leave_it_and_attach_brings_it_back(engine: Engine, project: Path, name: str,
-                                                 keys: str) -> None:
+                                                 keys: str = KEYS) -> None:
     with engine.pty("run", "-n", name, "-x", CAT) as terminal:
         before = termios.tcgetattr(terminal.master)
         terminal.expect(f"Ctrl-\\ d leaves it running; to come back: sandbox attach {name}")
@@ -244,6 +243,13 @@ def test_keys_leave_it_and_attach_brings_it_back(engine: Engine, project: Path, 
         terminal.send("\x04")
         assert terminal.wait() == 5
     assert states(engine, name) == ["ended"]
+
+
+@on_docker
+@pytest.mark.parametrize("keys", [KITTY, OTHER], ids=["kitty", "modifyOtherKeys"])
+def test_keys_of_newer_terminals_leave_it(engine: Engine, project: Path, name: str,
+                                          keys: str) -> None:
+    test_keys_leave_it_and_attach_brings_it_back(engine, project, name, keys)
 
 
 def test_a_closed_window_a_hang_up_and_a_killed_client_leave_it_running(
@@ -395,6 +401,7 @@ for number in range({count}):
 """
 
 
+@on_docker
 def test_a_thousand_attaches_leave_nothing(engine: Engine, project: Path, name: str) -> None:
     id = begin(engine, name)
     engine.sandbox("logs", name)
@@ -423,6 +430,7 @@ def left_in(engine: Engine, name: str) -> list[str]:
     return engine.run("exec", name, "sh", "-c", script).stdout.split()
 
 
+@on_docker
 @pytest.mark.parametrize("change", [
     "", ": >$f", "echo junk >$f", "head -c 1000 $f >$f.x && mv $f.x $f", "rm $f; mkdir $f",
     """python3 -I -c "import marshal; marshal.dump(('', 1), open('$f', 'wb'))" """,
@@ -438,6 +446,7 @@ def test_what_the_session_keeps_of_the_holder_need_not_be_right(
         assert terminal.wait() == 5
 
 
+@on_docker
 def test_what_was_kept_is_shown_without_its_questions(engine: Engine, project: Path,
                                                       name: str) -> None:
     begin(engine, name, "printf '\\033[c\\033[?1049h\\033[6nready'; cat")
@@ -454,6 +463,7 @@ def test_what_was_kept_is_shown_without_its_questions(engine: Engine, project: P
 # --- Bad input ---
 
 
+@on_docker
 def test_attach_to_what_is_not_there(engine: Engine, project: Path, name: str) -> None:
     missing = engine.sandbox("attach", name)
     assert (missing.returncode, missing.stderr) == (
@@ -468,6 +478,7 @@ def test_attach_to_what_is_not_there(engine: Engine, project: Path, name: str) -
     assert refused.returncode == 1 and f"sandbox start {name}" in refused.stderr
 
 
+@on_docker
 def test_a_dumb_terminal_and_a_pipe_show_it(engine: Engine, project: Path, name: str) -> None:
     id = begin(engine, name)
     with engine.pty("attach", name, env={"TERM": "dumb"}) as terminal:
@@ -525,6 +536,7 @@ def test_a_session_that_cannot_hold_works_as_it_did(engine: Engine, project: Pat
     assert engine.sandbox("ps", name, "-q").stdout == ""
 
 
+@on_docker
 def test_what_removes_its_own_terminal_keeps_running(engine: Engine, project: Path,
                                                      name: str) -> None:
     with engine.pty("run", "-n", name, "-x", "rm -rf /run/sandbox/*; " + CAT) as terminal:
@@ -551,11 +563,13 @@ def test_ctrl_c_ends_what_has_not_begun(engine: Engine, project: Path, name: str
 # --- Commands ---
 
 
+@on_docker
 def test_detached_and_removed_on_exit_do_not_go_together(engine: Engine, name: str) -> None:
     refused = engine.sandbox("run", "-n", name, "-d", "--rm-on-exit", "-x", "true")
     assert refused.returncode == 2 and name not in container_names(engine)
 
 
+@on_docker
 def test_ps_says_what_runs_and_since_when(engine: Engine, home: Path, project: Path,
                                           name: str) -> None:
     id = begin(engine, name, "sleep 98765; true")
@@ -577,6 +591,7 @@ def test_ps_says_what_runs_and_since_when(engine: Engine, home: Path, project: P
     assert not (home / "terminals" / name).exists()
 
 
+@on_docker
 def test_ps_asks_only_where_something_was_started(engine: Engine, home: Path, project: Path,
                                                   name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
@@ -608,6 +623,7 @@ def test_those_inside_are_told_that_it_was_stopped(engine: Engine, project: Path
     assert (name, "true") not in [(row["id"], row["what"]) for row in rows(engine, name)]
 
 
+@on_docker
 def test_attach_says_how_it_ended(engine: Engine, project: Path, name: str) -> None:
     begin(engine, name, "echo held; read -r word; exit 7")
     with engine.pty("attach", name) as attached:
@@ -617,6 +633,7 @@ def test_attach_says_how_it_ended(engine: Engine, project: Path, name: str) -> N
         assert attached.wait() == 7
 
 
+@on_docker
 def test_one_session_that_hangs_hides_no_other(engine: Engine, project: Path, home: Path,
                                                name: str) -> None:
     hangs, answers = f"{name}-a", f"{name}-b"
@@ -639,6 +656,7 @@ def test_an_answer_that_came_in_time_is_read_later() -> None:
         asked[2].result()
 
 
+@on_docker
 def test_what_ps_has_seen_end_is_asked_no_more_and_shown_once(
     service: Service, engine: Engine, name: str, project: Path
 ) -> None:
@@ -664,6 +682,7 @@ def test_records_of_terminals_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert f"{3 * sandbox.LISTED - 1:010}" in left and f"{0:010}" not in left
 
 
+@on_docker
 def test_logs_of_terminals_and_jobs(service: Service, engine: Engine, name: str,
                                     project: Path) -> None:
     service.post("/api/sessions", {"name": name, "directory": str(project)})

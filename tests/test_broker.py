@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from conftest import ROOT, Engine, Result, unique_name
+from conftest import ROOT, Engine, Result, on_docker, unique_name
 from service import wait_for
-from test_agents import each_agent, image, on_docker
+from test_agents import each_agent, image
 from test_proxy import (
     OUTSIDE,
     SECONDS,

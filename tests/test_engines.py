@@ -26,6 +26,8 @@ from conftest import (
     TOKEN,
     Engine,
     Process,
+    on_both_clients,
+    on_docker,
     write_config,
 )
 from service import free_port, wait_for
@@ -236,6 +238,7 @@ def sleeping(engine: Engine, name: str, mark: str) -> int:
 # --- Environment ---
 
 
+@on_docker
 def test_the_six_steps_seen_from_inside(engine: Engine, project: Path, home: Path,
                                         name: str) -> None:
     files = {}
@@ -298,6 +301,7 @@ def test_names_that_the_client_reads_reach_the_container_only(engine: Engine, pr
     assert {n: seen.get(n) for n in values} == values, answer.stderr
 
 
+@on_docker
 def test_a_rotated_key_is_there_at_the_next_run(engine: Engine, project: Path, name: str) -> None:
     for key in ("old", "new"):
         env = engine.project / "keys.env"
@@ -319,7 +323,7 @@ def test_created_files_belong_to_the_person(engine: Engine, project: Path, name:
     assert answer.stdout.split()[0] not in ("", "unknown")
 
 
-@pytest.mark.parametrize("engine", ["docker"], indirect=True)
+@on_docker
 def test_created_files_belong_to_an_ordinary_user_of_a_rootful_engine(engine: Engine,
                                                                       name: str) -> None:
     project, home = engine.directory("sandbox-test"), engine.directory("sandbox-test")
@@ -333,7 +337,7 @@ def test_created_files_belong_to_an_ordinary_user_of_a_rootful_engine(engine: En
     assert status.st_uid != 0
 
 
-@pytest.mark.parametrize("engine", ["docker"], indirect=True)
+@on_docker
 def test_what_is_mounted_into_the_home_stays_the_hosts(engine: Engine, name: str) -> None:
     project, home, theirs = (engine.directory("sandbox-test") for _ in range(3))
     write_config(home, volumes=[f"{theirs}/key:/home/agent/.agent/key:ro",
@@ -360,6 +364,7 @@ def test_any_directory_is_mounted_at_the_same_path(engine: Engine, project: Path
     assert answer.stdout == f"{directory}\nyes", answer.stderr
 
 
+@on_docker
 def test_no_path_is_mounted_that_engines_read_in_another_way(engine: Engine, project: Path,
                                                              name: str) -> None:
     """Go makes U+FFFD of a byte that is not UTF-8; CSV makes one line feed of CR LF."""
@@ -494,6 +499,7 @@ def test_containment(engine: Engine, project: Path, name: str) -> None:
     assert json.dumps(inspect(engine, name)).count("PidsLimit") == 1
 
 
+@on_docker
 def test_a_first_run_makes_folders_that_are_private(engine: Engine, project: Path,
                                                     name: str) -> None:
     home = engine.directory() / "new" / "home"
@@ -518,6 +524,7 @@ def test_words_of_an_engine_or_a_directory_do_not_act_on_the_terminal(
 # --- Reuse ---
 
 
+@on_docker
 def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: Path,
                                            name: str) -> None:
     data = engine.directory()
@@ -535,6 +542,7 @@ def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: 
     assert "ports" not in other.stderr
 
 
+@on_docker
 def test_a_session_keeps_its_directory_and_profile(engine: Engine, project: Path, home: Path,
                                                    name: str) -> None:
     write_config(home, runs={"p": {"env": {"FROM_PROFILE": "yes"}}})
@@ -546,6 +554,7 @@ def test_a_session_keeps_its_directory_and_profile(engine: Engine, project: Path
     assert elsewhere.stdout == f"{project}\n" and "/usr is not mounted" in elsewhere.stderr
 
 
+@on_docker
 def test_arguments_reach_the_agent_the_container_was_created_with(
     engine: Engine, project: Path, home: Path, name: str
 ) -> None:
@@ -562,6 +571,7 @@ def test_arguments_reach_the_agent_the_container_was_created_with(
     assert engine.sandbox("-n", name).stdout == f"{expected}\n"
 
 
+@on_docker
 def test_a_yolo_shortcut_of_agent_d_sets_its_permission(engine: Engine, project: Path, home: Path,
                                                         name: str) -> None:
     program = project / "opencode"
@@ -861,7 +871,7 @@ def impatient(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Whether the engine is rootless does not matter to its client.
-@pytest.mark.parametrize("engine", ["docker", "podman"], indirect=True)
+@on_both_clients
 def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, name: str,
                                                 impatient: None) -> None:
     commands = (["ps"], ["rm", name], ["run", "-n", name, "-x", "true"], ["doctor"])
@@ -875,7 +885,7 @@ def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, n
         wait_for(lambda: not silent.clients(engine.runtime))
 
 
-@pytest.mark.parametrize("engine", ["docker"], indirect=True)
+@on_docker
 def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name: str,
                                             impatient: None) -> None:
     folder = engine.directory()

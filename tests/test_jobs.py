@@ -763,6 +763,7 @@ def test_on_a_full_disk_nothing_is_half_written(engine: Engine, service: Service
     service.ended(service.job(name, "test $A = before"))
 
 
+@docker_only
 def test_words_in_a_message_are_not_taken_for_its_meaning(service: Service, name: str) -> None:
     """A full disk is known by the number of its error, whatever a name in a message says."""
     body = {"name": name, "directory": str(service.engine.project), "profile": "plain"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from conftest import IMAGE, Engine, Result, unique_name, write_config
+from conftest import IMAGE, Engine, Result, on_docker, unique_name, write_config
 from network import add_names, inspected, proxy_of, shown_network
 from service import Service, wait_for
 from test_agents import (
@@ -23,7 +23,6 @@ from test_agents import (
     SCREENS,
     START_SECONDS,
     image,
-    on_docker,
     type_prompt,
     type_words,
 )
@@ -486,6 +485,7 @@ def test_a_stopped_session_has_its_keys_when_it_starts_again(hidden: Hidden) -> 
     assert hidden.ask().stdout.startswith("200 ")
 
 
+@on_docker
 def test_a_changed_key_is_there_with_the_next_run(hidden: Hidden) -> None:
     before = hidden.env_file.read_text()
     try:
@@ -519,6 +519,7 @@ def test_the_broker_needs_no_rule_and_is_no_other_way_out(engine: Engine, ca: Ca
         hidden.end()
 
 
+@on_docker
 def test_an_open_session_is_no_allowlist(hidden: Hidden) -> None:
     rows = json.loads(hidden.sandbox("ps", "--json").stdout)
     (row,) = [row for row in rows if row["name"] == hidden.name]
@@ -528,12 +529,14 @@ def test_an_open_session_is_no_allowlist(hidden: Hidden) -> None:
     assert hidden.sandbox("prune", "--dry-run").stdout.find(hidden.proxy) < 0
 
 
+@on_docker
 def test_what_stays_visible_is_said(hidden: Hidden) -> None:
     ran = hidden.run("-e", "GITHUB_TOKEN=ghp", "-e", "PLAIN=1", "-x", "echo $GITHUB_TOKEN")
     assert ran.stdout == "ghp\n"
     assert f"what runs in {hidden.name} sees GITHUB_TOKEN" in ran.stderr
 
 
+@on_docker
 def test_a_refusal_of_the_broker_is_told(hidden: Hidden) -> None:
     asks = (r"printf 'POST /anthropic/v1/%s HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             r"Content-Length: 0\r\n\r\n' {} | nc 127.0.0.1 3129 >/dev/null")
@@ -613,6 +616,7 @@ def test_nothing_starts_half_hidden(engine: Engine, home: Path, project: Path, n
     assert name not in engine.sandbox("ps", "-q").stdout.split()
 
 
+@on_docker
 def test_an_image_without_the_broker_is_named_with_the_remedy(engine: Engine, home: Path,
                                                               project: Path, name: str) -> None:
     container, old = unique_name(), f"localhost/{unique_name()}"
@@ -720,6 +724,7 @@ def test_counts_that_cannot_be_read_are_told_and_begin_anew(measured: Hidden) ->
     assert entry["days"] == {} and entry["left"] == {"tokens": 1}
 
 
+@on_docker
 def test_the_web_service_tells_what_was_used_and_raises_a_budget(measured: Hidden) -> None:
     assert measured.ask().stdout.startswith("200 ")
     measured.engine.home = measured.home

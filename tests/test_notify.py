@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, Page
-from conftest import PYTHON, Engine, write_config
+from conftest import PYTHON, Engine, on_docker, write_config
 from fuzz import AGENTS, STREAMS, streams
 from network import proxy_of
 from service import Service, wait_for
@@ -70,6 +70,7 @@ def prompt(service: Service, name: str, text: str = "go") -> Any:
 # --- The command, by the web service ---
 
 
+@on_docker
 @pytest.mark.parametrize("agent", AGENTS)
 def test_a_turn_that_ends_is_told_with_what_the_agent_says_last(
     service: Service, person: Person, name: str, agent: str
@@ -91,6 +92,7 @@ def test_a_turn_that_ends_is_told_with_what_the_agent_says_last(
         assert event["text"] == "apt"  # the last line of its answer
 
 
+@on_docker
 def test_a_turn_that_fails_is_told_and_one_that_is_cancelled_is_not(
     service: Service, person: Person, name: str
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_turn_is_told_once_also_by_the_server_after_one_that_was_killed(
 GO = "until [ -e /tmp/go ]; do sleep 0.1; done"
 
 
+@on_docker
 def test_an_agent_that_waits_in_a_terminal_is_told_and_titles_and_keys_are_not(
     service: Service, person: Person, name: str
 ) -> None:
@@ -195,6 +198,7 @@ def test_no_stream_keeps_a_turn_from_being_told() -> None:
             assert event["text"].isprintable() and len(event["text"].encode()) <= 1200
 
 
+@on_docker
 def test_a_flood_of_calls_starts_few_commands(service: Service, person: Person, name: str) -> None:
     service.create(name)
     with service.terminal(name) as terminal:
@@ -219,7 +223,7 @@ def readers(engine: Engine, name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
+@on_docker
 def test_a_server_that_ends_leaves_no_reader_of_refusals(service: Service, name: str) -> None:
     service.create(name, network={"allow": []},
                    agentPromptCommand="until [ -e {prompt} ]; do sleep 1; done")
@@ -268,6 +272,7 @@ FAILING = {
 }
 
 
+@on_docker
 @pytest.mark.parametrize("case", FAILING)
 def test_a_command_that_fails_is_logged_and_harms_nothing(engine: Engine, home: Path, project: Path,
                                                           name: str, case: str) -> None:
@@ -291,6 +296,7 @@ def test_a_command_that_fails_is_logged_and_harms_nothing(engine: Engine, home: 
     service.end()
 
 
+@on_docker
 def test_only_files_of_the_host_say_what_is_called(service: Service, name: str) -> None:
     service.create(name)
     for answer in (
@@ -345,6 +351,7 @@ def test_run_tells_that_its_agent_has_ended_and_rings(engine: Engine, home: Path
     assert len(person.told()) == 2  # the other command is no agent, and a version is no turn
 
 
+@on_docker
 @pytest.mark.parametrize("case", ["hangs", "missing"])
 def test_run_waits_for_no_command_and_keeps_why_it_failed(engine: Engine, home: Path, agent: Path,
                                                           name: str, case: str) -> None:
@@ -362,7 +369,6 @@ def test_run_waits_for_no_command_and_keeps_why_it_failed(engine: Engine, home: 
 
 # --- Pages ---
 
-docker = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
 ICON = "document.querySelector('link[rel=icon]').href"
 
 
@@ -385,7 +391,7 @@ def watch_desktop(page: Page) -> None:
     }""")
 
 
-@docker
+@on_docker
 def test_a_page_that_nobody_looks_at_says_what_has_happened(
     page: Page, browser: Browser, service: Service, name: str
 ) -> None:
@@ -419,7 +425,7 @@ def test_a_page_that_nobody_looks_at_says_what_has_happened(
                      "'-bad.svg')).then((answer) => answer.ok)")
 
 
-@docker
+@on_docker
 def test_news_of_another_session_stay_until_it_is_looked_at(page: Page, service: Service,
                                                             name: str) -> None:
     service.create(name, agentPromptCommand="echo {prompt}")
@@ -440,7 +446,7 @@ def test_news_of_another_session_stay_until_it_is_looked_at(page: Page, service:
     page.wait("document.title === '(2) Mission control — sandbox'")
 
 
-@docker
+@on_docker
 def test_a_refusal_and_an_agent_that_waits_reach_a_page_elsewhere(page: Page, service: Service,
                                                          name: str) -> None:
     service.create(name, network={"allow": []},
