@@ -683,14 +683,14 @@ def read(engine: Engine, name: str, path: str) -> int:
     argv = engine.exec_argv(name, command)
     with suppress(SandboxError):
         record, pod = find(engine, name)
-        if not pod:
-            made = sandbox.parse_json(record["data"]["pod"])["spec"]["containers"][0]
-            mounts = [f"{mount['name']}:{folder}:ro" for mount in made["volumeMounts"]
-                      if mount["mountPath"] == folder]
-            if not mounts:
-                print("\0sandbox")
-                return 0
+        made = sandbox.parse_json(record["data"]["pod"])["spec"]["containers"][0]
+        mounts = [f"{mount['name']}:{folder}:ro" for mount in made["volumeMounts"]
+                  if mount["mountPath"] == folder]
+        if mounts and state_of(pod)[0] != "running":
             argv = engine.try_argv(made["image"], command, volumes=mounts)
+        elif not pod:
+            print("\0sandbox")
+            return 0
     return sandbox.call(argv, output=1)
 
 
