@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from sandbox_changes import Turn
+
+    ListOf = Callable[["Engine", Sequence[Mapping[str, Any]]], list[Any]]
 else:
     # The parts of the interpreter that signal and functools are made of: contextlib and functools
     # take 3 ms, and signal's enums 1 ms.
@@ -67,6 +69,7 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
+ANSWER_BYTES = 32 << 20  # of an answer for which nothing else is said
 NOTIFY_SECONDS, NOTIFY_BYTES = 10, 65536  # for the person's own command, and of its output
 NEWS_CHARS = 300
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
@@ -1096,6 +1099,14 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
         raise
 
 
+def own_argv(module: str, function: str, *words: str) -> list[str]:
+    """Calls a function of this program, wherever it is installed, which gives the exit status."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    source = (f"import sys; sys.path[:0] = sys.argv[1:2]; import sandbox, {module}; "
+              f"sandbox.leave({module}.{function}())")
+    return [sys.executable, "-I", "-S", "-c", source, here, *words]
+
+
 def terminate(pid: int) -> None:
     """End a process and wait for it."""
     with suppress(OSError):  # it may be root's, or ended by the same Ctrl-C
@@ -1209,7 +1220,7 @@ class Output:
     def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
         """Exit status, standard output, standard error.
 
-        With a limit a process that prints more is killed there. Raises EngineProblem after the
+        A process that prints more than the limit is killed there. Raises EngineProblem after the
         deadline, but not for an answer that was there before: of several that were asked at once
         each is read after those that did not come.
         """
@@ -1248,7 +1259,7 @@ class Output:
                 elif self.is_whole(fd, data):
                     return
             total = sum(len(data) for parts in chunks.values() for data in parts)
-            if limit_bytes and total > limit_bytes:
+            if total > (limit_bytes or ANSWER_BYTES):
                 self.kill(9)
                 return
 
@@ -1575,14 +1586,33 @@ def each(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
+FORWARDERS = ("ssh", "sshd", "socat")  # programs whose sockets lead to another machine
+
+
 def is_here(address: str) -> bool:
     """Whether an address leads no further than this machine; '' is the engine's own choice."""
-    return not address or address.startswith(("unix:", "npipe:", "fd:", "/"))
+    return not address or (address.startswith(("unix:", "npipe:", "fd:", "/"))
+                           and listener(address.removeprefix("unix://")) not in FORWARDERS)
+
+
+def listener(path: str) -> str:
+    """The program that listens on a socket, '' where that is not known."""
+    with suppress(ImportError, OSError):
+        from _socket import AF_UNIX, SO_PEERCRED, SOL_SOCKET, socket  # the module takes 3 ms
+
+        client = socket(AF_UNIX)
+        client.setblocking(False)
+        client.connect(path)
+        pid = int.from_bytes(client.getsockopt(SOL_SOCKET, SO_PEERCRED, 12)[:4], sys.byteorder)
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    return ""
 
 
 def place_name(place: str) -> str:
     """A name for a host that has none but an address."""
-    return "".join(c if is_plain(c, "_.-") else "-" for c in place.rpartition("://")[2])[:60]
+    address = place.rpartition("://")[2].lstrip("/")
+    return "".join(c if is_plain(c, "_.-") else "-" for c in address)[:60]
 
 
 def ssh_address(address: str) -> str:
@@ -2458,6 +2488,7 @@ class Session:
         # The volume with its copy of the directory; '' where it works on the directory itself.
         copied = ours and labels.get("sandbox.workspace") == "copy"
         self.copy = f"{COPY_VOLUME}{id}" if copied else ""
+        self.new_mirror = ""  # the volume that was first filled for it, see sandbox_travel.py
 
     @property
     def is_elsewhere(self) -> bool:
@@ -2703,6 +2734,9 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 
         sandbox_hosts.take_over(engine, session)
     remember(engine, session)
+    if session.copy and session.is_ours:  # its engine may be told by a file of the client's
+        with suppress(BrokenSession):
+            engine.serves = engine.serves or "sent" in session.created()[0]
     return engine, session
 
 
@@ -3312,6 +3346,7 @@ def check_ready(engine: Engine, session: Session) -> None:
 # is done with it is done by a container of its own: nothing of the host sees what is in it.
 
 HOME_VOLUME, STORE_VOLUME, COPY_VOLUME = "sandbox-home-", "sandbox-shadow-", "sandbox-copy-"
+MIRROR_VOLUME = "sandbox-mirror-"  # of a directory, on a host that does not see it
 
 
 def new_home() -> str:
@@ -3425,7 +3460,7 @@ def remove_leftover(engine: Engine, session: Session, new: bool) -> None:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
     if new:
-        remove_volumes(engine, session.home, session.copy, session.store)
+        remove_volumes(engine, session.home, session.copy, session.store, session.new_mirror)
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -3725,34 +3760,30 @@ ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.create
              "sandbox.home", "sandbox.workspace", "sandbox.keys")
 
 
-def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
-    """All sessions, with one call: name, state, agent, profile, image, directory, network, ports
+def session_rows(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sessions among containers: name, state, agent, profile, image, directory, network, ports
     (a list), created (ISO 8601), runtime.
 
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
-    return session_rows(*list_containers(engines))
-
-
-def session_rows(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The sessions among containers."""
     running = {row["labels"]["sandbox.session"] for row in rows
                if is_proxy(row) and row["state"] == "running"}
     return sorted((session_row(engine, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
 
 
-def list_everywhere(config: Config, known: Mapping[str, str] = {},
-                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """list_sessions() of this machine and of all hosts, or of the one that was asked for; and the
-    hosts that did not answer, with the reason: those `known` not to do so are not asked.
+def list_everywhere(config: Config, of: ListOf = session_rows,
+                    aside: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, str]]:
+    """What `of` makes of the containers of this machine and of all hosts, or of the one that was
+    asked for; and the hosts that did not answer, with the reason. Who asks often keeps `aside` what
+    hosts have said, and waits for none that is slow.
     """
     if not config.get("hosts") or config.given("host") is not None:
-        return list_sessions(candidates(config)), {}
+        return of(*list_containers(candidates(config))), {}
     import sandbox_hosts
 
-    return sandbox_hosts.list_everywhere(config, known)
+    return sandbox_hosts.list_everywhere(config, of, aside)
 
 
 def is_proxy(row: Mapping[str, Any]) -> bool:
@@ -6398,7 +6429,9 @@ def prune_engine(engine: Engine, dry_run: bool, copies: bool) -> None:
     homes = known_homes(engine) if left else {}
     for name, argv in left:
         if not argv:
-            say(f"{name} holds work of a session that is gone: sandbox prune --copies removes it")
+            what = ("is another client's mirror of a directory" if name.startswith(MIRROR_VOLUME)
+                    else "holds work of a session that is gone")
+            say(f"{name} {what}: sandbox prune --copies removes it")
             continue
         print(name)
         if name in homes:
@@ -6421,24 +6454,29 @@ def known_homes(engine: Engine) -> dict[str, str]:
 
 def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     """The proxies and shadows, then the volumes of no session: a name, and the engine call that
-    removes it; [] for a copy that was finished, unless `copies` are to go, too.
+    removes it; [] for a copy that was finished and another client's mirror of a directory, unless
+    `copies` are to go, too.
     """
     import re
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    ours = "sandbox-(net|home|shadow|copy|mirror)-[0-9a-f]{10}"
-    volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
+    names = "sandbox-((net|home|shadow|copy)-[0-9a-f]{10}|mirror-[0-9a-f]{10,20})"
+    volumes = [volume for volume in volumes if re.fullmatch(names, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     used = {f"sandbox-net-{id}" for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
     for row in rows:
         session = Session(row["name"], "", row["labels"])
         used |= {session.copy, session.store}
-    if not engine.shares_files:
+    others: list[str] = []
+    if any(volume.startswith(MIRROR_VOLUME) for volume in volumes):
         import sandbox_travel
 
         used |= sandbox_travel.mirrors(rows)
+        ours = sandbox_travel.our_mirrors()
+        others = [volume for volume in volumes if volume.startswith(MIRROR_VOLUME)
+                  and not copies and not volume.startswith(ours)]
     kept = [volume for volume in volumes if volume.startswith(COPY_VOLUME) and not copies
             and volume not in used and volume.replace(COPY_VOLUME, STORE_VOLUME) in volumes]
     used |= {volume.replace(COPY_VOLUME, STORE_VOLUME) for volume in kept}
@@ -6447,7 +6485,7 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     shadows = engine.read_list(engine.ask(engine.list_argv("sandbox.shadow", ())))
     proxies += [row["name"] for row in shadows if row["state"] != "running"]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
-            *((volume, [] if volume in kept else engine.argv("remove-volume", volume))
+            *((volume, [] if volume in (*kept, *others) else engine.argv("remove-volume", volume))
               for volume in volumes if volume not in used)]
 
 
