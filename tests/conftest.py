@@ -371,9 +371,9 @@ def copy_code(app: Path) -> None:
 
 
 ENGINES = ("docker", "podman", "rootless")
-# A cluster is built by `tests/prepare kubernetes` alone: its part is there where that has run.
-BUILT = Path("/var/cache/sandbox-test/kubernetes/bin/kubelet").exists()
-PARTS = ("docker", "podman", "web", *(["kubernetes"] if BUILT else []))
+# A cluster is built by `tests/prepare kubernetes` alone: its part is there where that has begun.
+HAS_CLUSTER = Path("/var/cache/sandbox-test/kubernetes").exists()
+PARTS = ("docker", "podman", "web", *(["kubernetes"] if HAS_CLUSTER else []))
 WEB = ("test_browser", "test_jobs", "test_web", "test_websocket")
 
 
@@ -397,7 +397,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if part_of(item) != wanted]
         items[:] = [item for item in items if part_of(item) == wanted]
         config.hook.pytest_deselected(items=others)
-    elif not BUILT:
+    elif not HAS_CLUSTER:
         others = [item for item in items if part_of(item) == "kubernetes"]
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=others)
