@@ -1810,11 +1810,12 @@ class Engine:
                     limits: Mapping[str, Any], capabilities: Sequence[str] = (),
                     network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
-                    service: bool = False) -> list[str]:
+                    service: bool = False, beside: Sequence[str] = ()) -> list[str]:
         """Starts a container whose first command is root's and prints its id.
 
         The limits have the names in KEYS. A bind is a path of the host, one of the container
-        and options. A service is closed further than a session and started again when it fails.
+        and options. A service is closed further than a session and started again when it fails;
+        it is where the volumes `beside` it are.
         """
         argv = [*self.client, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
                 "--name", self.bare(name), "--user", "0:0", "--workdir", workdir, *each("-e", env),
@@ -4112,6 +4113,7 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
                 "sandbox.proxy": session.name},
         workdir="/", service=True, limits={"pids-limit": 1024, "memory": PROXY_MEMORY},
         volumes=[f"{session.volume}:{NET_DIRECTORY}", KEPT_DIRECTORY],
+        beside=[*filter(None, (session.home, session.copy))],
         env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={to_json(rules)}",
              f"SANDBOX_BROKER={KEPT_DIRECTORY}/broker.sock"],
         log_size="10m")
@@ -4138,7 +4140,8 @@ def set_rules(engine: Engine, session: Session, network: Any, start: bool = True
 def wait_for_gate(engine: Engine, session: Session, port: str) -> None:
     """The gate of a session that runs takes a moment to find a new proxy."""
     if session.state == "running":
-        Output(engine.exec_argv(session.name, ["sh", "-c", LISTENING % port])).result()
+        command = ["sh", "-c", LISTENING % port]
+        Output(engine.exec_argv(session.id or session.name, command)).result()
 
 
 def give_keys(engine: Engine, session: Session, config: Config, start: bool = True) -> bool:

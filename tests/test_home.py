@@ -95,6 +95,7 @@ def test_the_command_that_a_run_prints_keeps_the_home(engine: Engine, project: P
     assert first[1] not in homes(engine)
 
 
+@docker_only
 def test_what_is_given_takes_the_place_of_what_was_given(engine: Engine, project: Path, home: Path,
                                                          name: str) -> None:
     one, two = engine.directory(), engine.directory()
@@ -166,6 +167,7 @@ def test_who_uses_it_is_asked_about_and_told(engine: Engine, project: Path, home
         f"the session {name} was created anew by another command\n")
 
 
+@docker_only
 def test_env_files_and_the_names_of_variables_go_along(engine: Engine, project: Path, home: Path,
                                                        name: str) -> None:
     files = [home / "a.env", home / "b.env"]
@@ -410,6 +412,7 @@ def test_a_session_with_another_name_is_the_same(engine: Engine, project: Path, 
     assert not list(home.rglob(f"{other}*"))
 
 
+@docker_only
 def test_a_name_that_it_has_is_no_new_name(engine: Engine, project: Path, home: Path,
                                            name: str) -> None:
     said(engine, name, "echo kept >~/file")
@@ -418,6 +421,7 @@ def test_a_name_that_it_has_is_no_new_name(engine: Engine, project: Path, home: 
     assert said(engine, name, "cat ~/file") == "kept\n"
 
 
+@docker_only
 def test_a_limit_can_be_taken_back(engine: Engine, project: Path, home: Path, name: str) -> None:
     said(engine, name, "true", "--memory", "256m", "--cpus", "1", "--pids-limit", "500")
     recreated(engine, name, "--memory", "", "--pids-limit", "")
@@ -439,7 +443,7 @@ def test_an_open_run_follows_a_rename(engine: Engine, name: str) -> None:
         terminal.expect(f"the container {other} is still there")
         terminal.expect("Keep it?")
         terminal.send("n\n")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(60) == 0
     assert engine.sandbox("ps", "-q").stdout.split().count(other) == 0
     assert "sleep 1000" in engine.sandbox("ps", name).stdout
     engine.sandbox("rm", "-f", name)
