@@ -292,45 +292,41 @@ def test_two_clients_of_one_session(there: Elsewhere, name: str, engine: Engine)
     assert anew.stdout == "anew\n", anew.stderr
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_job_goes_on_when_it_was_cut(there: Elsewhere, name: str, engine: Engine,
-                                       host: str) -> None:
-    """Its output is complete when the host is back, and it was run once; so with one that has
-    ended meanwhile, and one whose session was stopped.
+def test_a_job_goes_on_when_it_was_cut(there: Elsewhere, name: str, engine: Engine) -> None:
+    """Its output is complete when the host is back, and it was run once; it ends with its session.
     """
-    full = f"{name}@{host}"
-    there.sandbox("run", "-r", host, "-n", name, "-x", "true")
-    service = Service(engine, env=there.environ)
+    service, lines = Service(engine, env=there.environ), ["began", *map(str, range(1, 20001))]
 
     def output(job: Any, stream: str = "") -> str:
-        path = f"/api/sessions/{full}/jobs/{job['id']}/output?stream={stream}"
+        path = f"/api/sessions/{job['session']}/jobs/{job['id']}/output?stream={stream}"
         return service.get(path).body.decode()
 
-    def began(job: Any, said: str) -> bool:
-        return said in output(job)
+    def began(job: Any) -> bool:
+        return "began" in output(job)
 
-    try:
-        first = service.job(full, "echo began; echo once >>/tmp/runs; "
-                            "until [ -e /tmp/go ]; do sleep 0.1; done; "
-                            "for i in $(seq 20000); do echo $i; done; echo bad >&2; exit 7")
-        second = service.job(full, "echo on; exec sleep 1000")
-        for job, said in ((first, "began"), (second, "on")):
-            wait_for(partial(began, job, said))
-        there.cut()
+    jobs = []
+    for host in HOSTS:
+        there.sandbox("run", "-r", host, "-n", name, "-x", "true")
+        jobs += [service.job(f"{name}@{host}", command) for command in (
+            "echo began; echo once >>/tmp/runs; until [ -e /tmp/go ]; do sleep 0.1; done; "
+            "for i in $(seq 20000); do echo $i; done; echo bad >&2; exit 7",
+            "echo began; exec sleep 1000")]
+    for job in jobs:
+        wait_for(partial(began, job))
+    there.cut()
+    for job, lasting in (jobs[:2], jobs[2:]):
+        full = job["session"]
         assert there.sandbox("run", "-n", full, "-x", "touch /tmp/go").returncode == 0
-        ended = service.ended(first)
+        ended = service.ended(job)
         assert (ended["exit"], ended["state"]) == (7, "ended"), ended
-        lines = ["began", *map(str, range(1, 20001))]
-        assert output(first, "stdout") == "".join(f"{line}\n" for line in lines)
-        assert output(first, "stderr") == "bad\n"
-        kept = there.sandbox("run", "-n", full, "-x", "cat /tmp/runs; ls /run/sandbox/jobs")
-        assert kept.stdout.split("\n")[0] == "once" and kept.stdout.count("\n") == 3, kept.stdout
-        now = service.get(f"/api/sessions/{full}/jobs/{second['id']}").json
-        assert now["state"] == "running"
+        assert output(job, "stdout") == "".join(f"{line}\n" for line in lines)
+        assert output(job, "stderr") == "bad\n"
+        kept = there.sandbox("run", "-n", full, "-x", "cat /tmp/runs; ls /run/sandbox/jobs").stdout
+        assert kept.startswith("once\n") and kept.count("\n") == 3  # and what the other keeps
+        assert service.get(f"/api/sessions/{full}/jobs/{lasting['id']}").json["state"] == "running"
         assert there.sandbox("stop", full).returncode == 0
-        assert service.ended(second)["exit"] == 137
-    finally:
-        service.end()
+        assert service.ended(lasting)["exit"] == 137
+    service.end()
 
 
 def test_a_port_reaches_this_machine(there: Elsewhere, name: str, engine: Engine) -> None:
