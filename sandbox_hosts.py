@@ -376,7 +376,7 @@ def check_cut(engine: Engine, session: Session, tag: str, held: bool = False) ->
 SILENT_SECONDS = 60  # after which a connection is given up: who keeps it says more often that he is
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60
 TRIES = 3  # of a call that does not begin though its host answers
-ERROR_BYTES = 1 << 20
+ERROR_BYTES, END_MS = 1 << 20, 2000  # of what a call says on stderr; for it to end after all
 
 
 def followed(engine: Engine, session: Session, workdir: str, tag: str,
@@ -469,16 +469,17 @@ class Kept:
                 if kind in b"om":
                     os.write(1 if kind == b"o" else 2, content)
                     self.position += 5 + len(content)
-                elif kind == b"n":  # it cannot be kept
+                elif kind == b"n" and not self.begun:  # it cannot be kept
                     os.execvp(self.plain[0], self.plain)
                 elif kind == b"e":
                     self.ended = True
                     with suppress(OSError):
                         os.write(given, b"!")
-                    if content.isdigit():
-                        return False, int(content) & 255
+                    poller.poll(END_MS)
+                    if content.isdigit() and len(content) < 4:
+                        return True, int(content) & 255
                     sandbox.say("what kept it in its session has ended: how it did is not known")
-                    return False, 125
+                    return True, 125
         return True, -1
 
     def is_gone(self) -> bool | None:
