@@ -326,6 +326,11 @@ def test_a_job_goes_on_when_it_was_cut(there: Elsewhere, name: str, engine: Engi
         assert service.get(f"/api/sessions/{full}/jobs/{lasting['id']}").json["state"] == "running"
         assert there.sandbox("stop", full).returncode == 0
         assert service.ended(lasting)["exit"] == 137
+    # One of an earlier version has no place to keep anything.
+    assert there.sandbox("start", full).returncode == 0
+    there.sandbox("run", "-n", full, "-x", "rm -r /run/sandbox")
+    plain = service.job(full, "echo plain; exit 3")
+    assert (service.ended(plain)["exit"], output(plain, "stdout")) == (3, "plain\n")
     service.end()
 
 
