@@ -115,7 +115,7 @@ def test_rm_removes_what_exists_and_names_what_does_not(engine: Engine, project:
     for suffix in ("a", "b"):
         engine.sandbox("run", "-n", name + suffix, "-x", "true")
     settings = engine.home / "sessions" / f"{name}a.json"
-    settings.parent.mkdir()
+    settings.parent.mkdir(exist_ok=True)
     os.chown(settings.parent, engine.uid, engine.gid)
     settings.write_text("{}")
     answer = engine.sandbox("rm", name + "a", name + "nope", name + "b")
