@@ -376,9 +376,9 @@ ENGINES = ("docker", "podman", "rootless")
 on_docker = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 on_both_clients = pytest.mark.parametrize("engine", ["docker", "podman"], indirect=True)
 as_root_and_not = pytest.mark.parametrize("engine", ["docker", "rootless"], indirect=True)
-# A cluster is built by `tests/prepare kubernetes` alone: its part is there where that has run.
-BUILT = Path("/var/cache/sandbox-test/kubernetes/bin/kubelet").exists()
-PARTS = ("docker", "podman", "rootless", "web", *(["kubernetes"] if BUILT else []))
+# A cluster is built by `tests/prepare kubernetes` alone: its part is there where that has begun.
+HAS_CLUSTER = Path("/var/cache/sandbox-test/kubernetes").exists()
+PARTS = ("docker", "podman", "rootless", "web", *(["kubernetes"] if HAS_CLUSTER else []))
 # What prunes stays with what makes copies: only the tests of one part wait for each other.
 WEB = ("test_browser", "test_jobs", "test_keys", "test_keys_page", "test_notify", "test_review",
        "test_states", "test_terminal", "test_web", "test_websocket")
@@ -404,7 +404,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if part_of(item) != wanted]
         items[:] = [item for item in items if part_of(item) == wanted]
         config.hook.pytest_deselected(items=others)
-    elif not BUILT:
+    elif not HAS_CLUSTER:
         others = [item for item in items if part_of(item) == "kubernetes"]
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=others)

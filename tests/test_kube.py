@@ -29,6 +29,7 @@ pytestmark = pytest.mark.kubernetes
 BED = ROOT / "tests" / "kubernetes"
 RUN = Path("/var/cache/sandbox-test/kubernetes/run")
 VERSION = "1.0-git"
+BUILD_SECONDS = 1800  # for a build that was begun before the tests
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Cluster(Engine):
         return done
 
     def bed(self, *words: str) -> None:
-        done = subprocess.run([BED, *words], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([BED, *words], capture_output=True, text=True, timeout=BUILD_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
