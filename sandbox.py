@@ -1363,6 +1363,18 @@ class Step:
         if time.monotonic() - self.began >= silent_seconds:
             say(f"{self.head}  {self.elapsed()}")
 
+    def end(self, pid: int) -> None:
+        """End the process. An engine that is still making its container would go on without it, so
+        it stays until there is a container to be removed.
+        """
+        until = time.monotonic() + CALL_SECONDS
+        while self.ended_by and time.monotonic() < until:
+            Output(self.ended_by, LONG_SECONDS).result()
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+            time.sleep(0.1)
+        terminate(pid)
+
     def watch(self, argv: Sequence[str], env: Mapping[str, str] | None) -> int:
         """Run it, its output into the log and the last line into the block; the exit status."""
         import select
@@ -1391,10 +1403,8 @@ class Step:
             raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}",
                                125) from None
         except BaseException:
-            if pid and self.ended_by:
-                Output(self.ended_by, LONG_SECONDS).result()
             if pid:
-                terminate(pid)
+                self.end(pid)
             self.wipe()
             self.forget_log()
             say(f"{self.title} was interrupted{self.undone}")
