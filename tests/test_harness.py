@@ -80,7 +80,8 @@ def test_every_test_is_in_one_part() -> None:
 ], ids=["passes", "fails", "is killed", "runs nothing"])  # fmt: skip
 def test_a_run_fails_with_one_of_its_parts(tmp_path: Path, body: str, status: int,
                                            words: str) -> None:
-    write_tests(tmp_path, {"docker": "pass", "web": "pass"} | ({"podman": body} if body else {}))
+    bodies = dict.fromkeys(PARTS, "pass") | {"podman": body}
+    write_tests(tmp_path, {part: text for part, text in bodies.items() if text})
     answer = subprocess.run(RUN, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert answer.returncode == status, answer.stdout
     assert words in answer.stdout and "\ndocker: status 0, 1 passed" in answer.stdout
