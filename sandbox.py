@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from sandbox_changes import Turn
+
+    ListOf = Callable[["Engine", Sequence[Mapping[str, Any]]], list[Any]]
 else:
     # The parts of the interpreter that signal and functools are made of: contextlib and functools
     # take 3 ms, and signal's enums 1 ms.
@@ -67,6 +69,7 @@ BASE_IMAGE = "debian:trixie-slim"
 CONTAINER_HOME = "/home/agent"
 STARTUP_SECONDS = 30
 CALL_SECONDS = 20  # for an answer of the engine
+ANSWER_BYTES = 32 << 20  # of an answer for which nothing else is said
 NOTIFY_SECONDS, NOTIFY_BYTES = 10, 65536  # for the person's own command, and of its output
 NEWS_CHARS = 300
 LONG_SECONDS = 600  # for what it may take its time for: create, start, stop, remove
@@ -1069,12 +1072,11 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
-          fds: Mapping[int, int] | None = None, own_group: bool = False,
-          stop: Callable[[int], object] | None = None) -> int:
+          fds: Mapping[int, int] | None = None, own_group: bool = False) -> int:
     """Start argv and return its pid; `fds` maps a descriptor of the child to one of ours.
 
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
-    `stop` ends the child first, or waits for it: nobody else knows its pid yet.
+    the child is ended first: nobody else knows its pid yet.
     """
     if os.environ.get("SANDBOX_TRACE"):
         print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
@@ -1093,8 +1095,16 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if pid:
-            (stop or terminate)(pid)
+            terminate(pid)
         raise
+
+
+def own_argv(module: str, function: str, *words: str) -> list[str]:
+    """Calls a function of this program, wherever it is installed, which gives the exit status."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    source = (f"import sys; sys.path[:0] = sys.argv[1:2]; import sandbox, {module}; "
+              f"sandbox.leave({module}.{function}())")
+    return [sys.executable, "-I", "-S", "-c", source, here, *words]
 
 
 def terminate(pid: int) -> None:
@@ -1124,6 +1134,29 @@ def end_on_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
+
+
+class SignalsHeld:
+    """Lets a signal that ends us wait for the end of the block; a second one does not wait."""
+
+    def __enter__(self) -> None:
+        self.came: list[int] = []
+        self.before: dict[int, Any] = {}
+        with suppress(ValueError):  # signals come to the main thread alone
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if callable(signal.getsignal(number)):
+                    self.before[number] = signal.signal(number, self.hold)
+
+    def hold(self, number: int, frame: Any) -> None:
+        self.came.append(number)
+        if len(self.came) > 1:
+            self.before[number](number, frame)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.came:
+            self.before[self.came[0]](self.came[0], None)
 
 
 def signal_name(number: int) -> str:
@@ -1162,19 +1195,17 @@ class Output:
 
     def __init__(self, argv: Sequence[str], seconds: float = CALL_SECONDS,
                  env: Mapping[str, str] | None = None, stdin: bytes = b"",
-                 changes: bool = False) -> None:
-        """`seconds` from now it must have ended. Of a call that `changes` what there is a Ctrl-C
-        waits for the end: a daemon would go on without its client, and what it makes after we have
-        looked what to remove would stay.
+                 leads: bool = False) -> None:
+        """`seconds` from now it must have ended. A Ctrl-C on the terminal does not reach one that
+        `leads` a group: a daemon would go on without its client.
         """
-        self.argv, self.seconds, self.changes = argv, seconds, changes
+        self.argv, self.seconds = argv, seconds
         self.deadline = time.monotonic() + seconds
-        self.leads = seconds < LONG_SECONDS and not os.isatty(0)
+        self.leads = leads or seconds < LONG_SECONDS and not os.isatty(0)
         given = file_of(stdin)
         (self.out, out), (self.err, err) = os.pipe(), os.pipe()
         try:
-            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads,
-                             stop=wait_for if changes else None)
+            self.pid = spawn(argv, env=env, fds={0: given, 1: out, 2: err}, own_group=self.leads)
         except BaseException:
             self.close(self.out, self.err)
             raise
@@ -1189,7 +1220,7 @@ class Output:
     def result(self, limit_bytes: int = 0) -> tuple[int, str, str]:
         """Exit status, standard output, standard error.
 
-        With a limit a process that prints more is killed there. Raises EngineProblem after the
+        A process that prints more than the limit is killed there. Raises EngineProblem after the
         deadline, but not for an answer that was there before: of several that were asked at once
         each is read after those that did not come.
         """
@@ -1198,11 +1229,7 @@ class Output:
             self.collect(chunks, limit_bytes)
             status = self.wait()
         except BaseException as error:
-            late = isinstance(error, EngineProblem)
-            if self.changes and not late:
-                wait_for(self.pid)
-            else:
-                self.end(9 if late else 15)
+            self.end(9 if isinstance(error, EngineProblem) else 15)
             raise
         finally:
             self.close(*chunks)
@@ -1232,7 +1259,7 @@ class Output:
                 elif self.is_whole(fd, data):
                     return
             total = sum(len(data) for parts in chunks.values() for data in parts)
-            if limit_bytes and total > limit_bytes:
+            if total > (limit_bytes or ANSWER_BYTES):
                 self.kill(9)
                 return
 
@@ -1559,14 +1586,33 @@ def each(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
+FORWARDERS = ("ssh", "sshd", "socat")  # programs whose sockets lead to another machine
+
+
 def is_here(address: str) -> bool:
     """Whether an address leads no further than this machine; '' is the engine's own choice."""
-    return not address or address.startswith(("unix:", "npipe:", "fd:", "/"))
+    return not address or (address.startswith(("unix:", "npipe:", "fd:", "/"))
+                           and listener(address.removeprefix("unix://")) not in FORWARDERS)
+
+
+def listener(path: str) -> str:
+    """The program that listens on a socket, '' where that is not known."""
+    with suppress(ImportError, OSError):
+        from _socket import AF_UNIX, SO_PEERCRED, SOL_SOCKET, socket  # the module takes 3 ms
+
+        client = socket(AF_UNIX)
+        client.setblocking(False)
+        client.connect(path)
+        pid = int.from_bytes(client.getsockopt(SOL_SOCKET, SO_PEERCRED, 12)[:4], sys.byteorder)
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    return ""
 
 
 def place_name(place: str) -> str:
     """A name for a host that has none but an address."""
-    return "".join(c if is_plain(c, "_.-") else "-" for c in place.rpartition("://")[2])[:60]
+    address = place.rpartition("://")[2].lstrip("/")
+    return "".join(c if is_plain(c, "_.-") else "-" for c in address)[:60]
 
 
 def ssh_address(address: str) -> str:
@@ -1697,9 +1743,9 @@ class Engine:
         """
         return [*self.client, *self.calls[call], *map(self.bare, names)]
 
-    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, changes: bool = False) -> str:
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, leads: bool = False) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = Output(argv, seconds, changes=changes).result()
+        status, out, err = Output(argv, seconds, leads=leads).result()
         if status:
             raise self.failure(err)
         return out
@@ -1766,11 +1812,12 @@ class Engine:
                     limits: Mapping[str, Any], capabilities: Sequence[str] = (),
                     network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
-                    service: bool = False) -> list[str]:
+                    service: bool = False, beside: Sequence[str] = ()) -> list[str]:
         """Starts a container whose first command is root's and prints its id.
 
         The limits have the names in KEYS. A bind is a path of the host, one of the container
-        and options. A service is closed further than a session and started again when it fails.
+        and options. A service is closed further than a session and started again when it fails;
+        it is where the volumes `beside` it are.
         """
         argv = [*self.client, "run", "-d", *([] if service else ["--init"]), "--pull", "never",
                 "--name", self.bare(name), "--user", "0:0", "--workdir", workdir, *each("-e", env),
@@ -1820,7 +1867,7 @@ class Engine:
 
     def create(self, argv: Sequence[str]) -> Output:
         """The creation of a container, begun."""
-        return Output(argv, LONG_SECONDS, changes=True)
+        return Output(argv, LONG_SECONDS, leads=self.shares_files)
 
     # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
     detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
@@ -2193,7 +2240,7 @@ class Podman(Engine):
                  "labels": row["Labels"]} for row in parse_json(out or "[]")]
 
     def create(self, argv: Sequence[str]) -> Output:
-        return Created(argv, LONG_SECONDS, changes=True)
+        return Created(argv, LONG_SECONDS, leads=self.shares_files)
 
     def build_problem(self) -> EngineProblem | None:
         if self.host:
@@ -2443,6 +2490,7 @@ class Session:
         # The volume with its copy of the directory; '' where it works on the directory itself.
         copied = ours and labels.get("sandbox.workspace") == "copy"
         self.copy = f"{COPY_VOLUME}{id}" if copied else ""
+        self.new_mirror = ""  # the volume that was first filled for it, see sandbox_travel.py
 
     @property
     def is_elsewhere(self) -> bool:
@@ -2688,6 +2736,9 @@ def find_session(engines: Sequence[Engine], name: str) -> tuple[Engine, Session 
 
         sandbox_hosts.take_over(engine, session)
     remember(engine, session)
+    if session.copy and session.is_ours:  # its engine may be told by a file of the client's
+        with suppress(BrokenSession):
+            engine.serves = engine.serves or "sent" in session.created()[0]
     return engine, session
 
 
@@ -3081,16 +3132,17 @@ def create_session(engines: Sequence[Engine], name: str, config: Config, flags: 
             present_image(engine, config)  # raises
             sandbox_changes.make_copy(engine, session, source)
         begun = turn(engine, session)
-        proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
-        making, given = engine.create(session_argv(engine, name, spec, labels)), False
-        try:
-            ended = proxy.result() if proxy else (0, "", "")
-            if not ended[0]:
-                give_keys(engine, session, config)
-            given = True
-        finally:  # what is being made can be removed only then
-            made, out, err = making.result()
-            status = made if given else 1
+        with SignalsHeld():  # what is being made can be removed only when it is there
+            proxy = engine.create(proxy_argv(engine, session, spec)) if session.proxy else None
+            making, given = engine.create(session_argv(engine, name, spec, labels)), False
+            try:
+                ended = proxy.result() if proxy else (0, "", "")
+                if not ended[0]:
+                    give_keys(engine, session, config)
+                given = True
+            finally:
+                made, out, err = making.result()
+                status = made if given else 1
         if ended[0] and not status:  # without its proxy no session
             status, out, err = ended
         if not status:  # only now is the name ours
@@ -3226,7 +3278,8 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
     look_next_time(engine, session)  # this tells others who end with it, see check_removed()
     stop_session(engine, session)
     try:
-        engine.ask(engine.argv("rename", session.id, aside), changes=True)
+        with SignalsHeld():
+            engine.ask(engine.argv("rename", session.id, aside), leads=engine.shares_files)
         if not session.home:
             copy_home(engine, session, home)
         renew_home(engine, home, before, image, left_places(session, spec))
@@ -3237,8 +3290,11 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
             sandbox_keys.take_counts(engine, session, fresh)
         check_ready(engine, fresh)
     except BaseException:
-        if fresh:
-            remove_container(engine, fresh)
+        with suppress(SandboxError):  # the first failure is the one to tell
+            # It may be there where nobody has told us; who else has this home is the old one.
+            fresh = fresh or find_session([engine], session.name)[1]
+            if fresh and fresh.home == home and fresh.id != session.id:
+                remove_container(engine, fresh)
         taken, _, err = Output(engine.argv("rename", session.id, session.name)).result()
         if not taken:
             say(f"{session.name} is there as it was, stopped")
@@ -3246,14 +3302,11 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
             say(f"to come back: sandbox rename {aside} NAME")
         remember(engine, session)
         if session.home and before:
-            with suppress(SandboxError):  # the first failure is the one to tell
+            with suppress(SandboxError):
                 renew_home(engine, home, image, before)
         remove_volumes(engine, home)  # a new one: nobody uses it
         raise
-    # From here on the new one counts, and a signal would leave half of each.
-    before_signals = signal.pthread_sigmask(
-        signal.SIG_BLOCK, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
-    try:
+    with SignalsHeld():  # from here on the new one counts
         if settings:
             with lock_settings(session.name):
                 if (wanted := settings()) != read_settings(session.name):
@@ -3262,9 +3315,7 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
         same = {spec["sources"][0]} | (set() if engine.shares_files else {spec["directory"]})
         if session.is_ours and place not in same:
             remove_volumes(engine, session.store)  # its snapshots are of the directory before
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before_signals)
-    forget_terminals(session.name)
+        forget_terminals(session.name)
     return fresh
 
 
@@ -3297,6 +3348,7 @@ def check_ready(engine: Engine, session: Session) -> None:
 # is done with it is done by a container of its own: nothing of the host sees what is in it.
 
 HOME_VOLUME, STORE_VOLUME, COPY_VOLUME = "sandbox-home-", "sandbox-shadow-", "sandbox-copy-"
+MIRROR_VOLUME = "sandbox-mirror-"  # of a directory, on a host that does not see it
 
 
 def new_home() -> str:
@@ -3410,7 +3462,7 @@ def remove_leftover(engine: Engine, session: Session, new: bool) -> None:
             Output(engine.argv("remove", session.name), LONG_SECONDS).result()
     remove_proxy(engine, session)
     if new:
-        remove_volumes(engine, session.home, session.copy, session.store)
+        remove_volumes(engine, session.home, session.copy, session.store, session.new_mirror)
 
 
 def start_session(engine: Engine, session: Session) -> None:
@@ -3650,10 +3702,11 @@ def rename_session(engine: Engine, session: Session, name: str) -> None:
     if engine.full(name) != name and "@" in name:
         raise SandboxError(f"{session.name} stays on its host", f"rename it to {engine.bare(name)}")
     name = engine.full(name)
-    with lock_session(engine, session), lock_settings(session.name):
+    with lock_session(engine, session), lock_settings(session.name), SignalsHeld():
         if name == session.name:
             raise SandboxError(f"{name} has that name already", "choose another name")
-        status, _, err = Output(engine.argv("rename", session.id, name)).result()
+        status, _, err = Output(engine.argv("rename", session.id, name),
+                                leads=engine.shares_files).result()
         if status and engine.is_name_taken(err):
             raise SandboxError(f"there is a container {name} already", "choose another name")
         if status:
@@ -3709,34 +3762,30 @@ ID_LABELS = ("sandbox.session", "sandbox.proxy", "sandbox.user", "sandbox.create
              "sandbox.home", "sandbox.workspace", "sandbox.keys")
 
 
-def list_sessions(engines: Sequence[Engine]) -> list[dict[str, Any]]:
-    """All sessions, with one call: name, state, agent, profile, image, directory, network, ports
+def session_rows(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sessions among containers: name, state, agent, profile, image, directory, network, ports
     (a list), created (ISO 8601), runtime.
 
     The network is open, none, host, allow, or cut: an allowlist whose proxy is not running.
     The state is the engine's, or broken: a container whose labels are not those of a whole session.
     """
-    return session_rows(*list_containers(engines))
-
-
-def session_rows(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The sessions among containers."""
     running = {row["labels"]["sandbox.session"] for row in rows
                if is_proxy(row) and row["state"] == "running"}
     return sorted((session_row(engine, row, running) for row in rows if not is_proxy(row)),
                   key=lambda row: row["name"])
 
 
-def list_everywhere(config: Config, known: Mapping[str, str] = {},
-                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """list_sessions() of this machine and of all hosts, or of the one that was asked for; and the
-    hosts that did not answer, with the reason: those `known` not to do so are not asked.
+def list_everywhere(config: Config, of: ListOf = session_rows,
+                    aside: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, str]]:
+    """What `of` makes of the containers of this machine and of all hosts, or of the one that was
+    asked for; and the hosts that did not answer, with the reason. Who asks often keeps `aside` what
+    hosts have said, and waits for none that is slow.
     """
     if not config.get("hosts") or config.given("host") is not None:
-        return list_sessions(candidates(config)), {}
+        return of(*list_containers(candidates(config))), {}
     import sandbox_hosts
 
-    return sandbox_hosts.list_everywhere(config, known)
+    return sandbox_hosts.list_everywhere(config, of, aside)
 
 
 def is_proxy(row: Mapping[str, Any]) -> bool:
@@ -4066,6 +4115,7 @@ def proxy_argv(engine: Engine, session: Session, spec: Mapping[str, Any]) -> lis
                 "sandbox.proxy": session.name},
         workdir="/", service=True, limits={"pids-limit": 1024, "memory": PROXY_MEMORY},
         volumes=[f"{session.volume}:{NET_DIRECTORY}", KEPT_DIRECTORY],
+        beside=[*filter(None, (session.home, session.copy))],
         env=[f"SANDBOX_SESSION={session.name}", f"SANDBOX_RULES={to_json(rules)}",
              f"SANDBOX_BROKER={KEPT_DIRECTORY}/broker.sock"],
         log_size="10m")
@@ -4092,7 +4142,8 @@ def set_rules(engine: Engine, session: Session, network: Any, start: bool = True
 def wait_for_gate(engine: Engine, session: Session, port: str) -> None:
     """The gate of a session that runs takes a moment to find a new proxy."""
     if session.state == "running":
-        Output(engine.exec_argv(session.name, ["sh", "-c", LISTENING % port])).result()
+        command = ["sh", "-c", LISTENING % port]
+        Output(engine.exec_argv(session.id or session.name, command)).result()
 
 
 def give_keys(engine: Engine, session: Session, config: Config, start: bool = True) -> bool:
@@ -6419,7 +6470,9 @@ def prune_engine(engine: Engine, dry_run: bool, copies: bool) -> None:
     homes = known_homes(engine) if left else {}
     for name, argv in left:
         if not argv:
-            say(f"{name} holds work of a session that is gone: sandbox prune --copies removes it")
+            what = ("is another client's mirror of a directory" if name.startswith(MIRROR_VOLUME)
+                    else "holds work of a session that is gone")
+            say(f"{name} {what}: sandbox prune --copies removes it")
             continue
         print(name)
         if name in homes:
@@ -6442,24 +6495,29 @@ def known_homes(engine: Engine) -> dict[str, str]:
 
 def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     """The proxies and shadows, then the volumes of no session: a name, and the engine call that
-    removes it; [] for a copy that was finished, unless `copies` are to go, too.
+    removes it; [] for a copy that was finished and another client's mirror of a directory, unless
+    `copies` are to go, too.
     """
     import re
 
     volumes = engine.ask(engine.argv("volumes")).split()
     # Volumes with other names are not ours.
-    ours = "sandbox-(net|home|shadow|copy|mirror)-[0-9a-f]{10}"
-    volumes = [volume for volume in volumes if re.fullmatch(ours, volume)]
+    names = "sandbox-((net|home|shadow|copy)-[0-9a-f]{10}|mirror-[0-9a-f]{10,20})"
+    volumes = [volume for volume in volumes if re.fullmatch(names, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
     used = {f"sandbox-net-{id}" for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
     for row in rows:
         session = Session(row["name"], "", row["labels"])
         used |= {session.copy, session.store}
-    if not engine.shares_files:
+    others: list[str] = []
+    if any(volume.startswith(MIRROR_VOLUME) for volume in volumes):
         import sandbox_travel
 
         used |= sandbox_travel.mirrors(rows)
+        ours = sandbox_travel.our_mirrors()
+        others = [volume for volume in volumes if volume.startswith(MIRROR_VOLUME)
+                  and not copies and not volume.startswith(ours)]
     kept = [volume for volume in volumes if volume.startswith(COPY_VOLUME) and not copies
             and volume not in used and volume.replace(COPY_VOLUME, STORE_VOLUME) in volumes]
     used |= {volume.replace(COPY_VOLUME, STORE_VOLUME) for volume in kept}
@@ -6468,7 +6526,7 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     shadows = engine.read_list(engine.ask(engine.list_argv("sandbox.shadow", ())))
     proxies += [row["name"] for row in shadows if row["state"] != "running"]
     return [*((proxy, engine.argv("remove", proxy)) for proxy in proxies),
-            *((volume, [] if volume in kept else engine.argv("remove-volume", volume))
+            *((volume, [] if volume in (*kept, *others) else engine.argv("remove-volume", volume))
               for volume in volumes if volume not in used)]
 
 

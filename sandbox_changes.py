@@ -377,26 +377,18 @@ class Turn:
         ended; the pid of its parent, which ends at once.
         """
         with open(os.devnull, "r+b", 0) as null:
-            return sandbox.spawn(turn_argv("watch"), fds={0: stdin, 1: null.fileno(),
-                                                          2: null.fileno()},
+            argv = sandbox.own_argv("sandbox_changes", "carry_out", "watch")
+            return sandbox.spawn(argv, fds={0: stdin, 1: null.fileno(), 2: null.fileno()},
                                  env=os.environ | self.environ(), own_group=True)
 
     def environ(self) -> dict[str, str]:
-        """For turn_argv(), and static/session/job.py: in an argv others would see a prompt."""
-        session = self.session
-        return {"SANDBOX_TURN_ARGV": repr(turn_argv()), "SANDBOX_TURN": sandbox.to_json({
+        """For carry_out(), and static/session/job.py: in an argv others would see a prompt."""
+        session, argv = self.session, sandbox.own_argv("sandbox_changes", "carry_out")
+        return {"SANDBOX_TURN_ARGV": repr(argv), "SANDBOX_TURN": sandbox.to_json({
             "runtime": f"{self.engine.name}@{self.engine.host}",
             "session": [session.name, session.labels, session.id, session.ours],
             "about": self.about, "bounds": self.bounds, "must": self.must,
             "prompts": self.prompts})}
-
-
-def turn_argv(*verb: str) -> list[str]:
-    """The call of this program, wherever it is installed, for carry_out()."""
-    here = os.path.dirname(os.path.abspath(sandbox.__file__))
-    source = ("import sys; sys.path[:0] = sys.argv[1:2]; import sandbox, sandbox_changes; "
-              "sandbox.leave(sandbox_changes.carry_out())")
-    return [sys.executable, "-I", "-S", "-c", source, here, *verb]
 
 
 def carry_out() -> int:

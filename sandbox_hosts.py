@@ -6,7 +6,10 @@ Imported only where a host is named: who has none pays nothing for it.
 from __future__ import annotations
 
 import os
+import select
 import socket
+import sys
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -17,9 +20,11 @@ from sandbox import Check, Config, Engine, EngineProblem, Output, Remedy, Sandbo
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sandbox import Session
+    from sandbox import ListOf, Session
 
-LIST_SECONDS, LIST_BYTES = 8, 32 << 20  # for a host to list its sessions
+LIST_SECONDS = 8  # for a host to list its sessions
+PATIENCE_SECONDS = 2  # for which the others of a list wait for it
+FIRST_ASK_SECONDS, LONGEST_ASK_SECONDS = 5, 300  # before one that did not answer is asked again
 CLOCK_SECONDS = 60  # that the clock of a host may be off
 
 
@@ -83,6 +88,10 @@ def placed(engine: Engine, config: Config, spec: Mapping[str, Any],
                            "path is meant there; or work on a copy: --copy", 125)
     check_ports(engine, spec["ports"])
     if spec.get("workspace") == "copy":
+        if (not (engine.is_named or config.is_given("workspace"))
+                and engine.place().startswith(("tcp://127.", "tcp://localhost:", "tcp://[::1]:"))):
+            sandbox.say(f"{engine.host} is taken for another machine, so the session works on a "
+                        'copy; if it is this one: "workspace": "mount"')
         return dict(spec), sandbox.container_user(rootless)
     owner = owner_there(engine, config, spec["directory"])
     return {**spec, "sources": mounts, "git": None, "protect": []}, "0:0" if rootless else owner
@@ -201,32 +210,91 @@ def owner_there(engine: Engine, config: Config, path: str) -> str:
     raise error
 
 
-def list_everywhere(config: Config, known: Mapping[str, str],
-                    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """See sandbox.list_everywhere(): one call for each, side by side."""
-    asked, lost = {}, dict(known)
-    for name in sorted(set(config.get("hosts")) - set(known)):
+class Listed:
+    """What a host has listed last, and why it does not say more."""
+
+    def __init__(self, name: str, of: ListOf) -> None:
+        self.name, self.of, self.rows, self.why = name, of, list[Any](), ""
+        self.asked: tuple[Engine, Output] | None = None
+        # Of one that is asked aside: by whom, when again, and whether nobody waits for that.
+        self.thread: threading.Thread | None = None
+        self.pause, self.again, self.aside = FIRST_ASK_SECONDS, 0.0, False
+        self.seen = ""
+
+    def begin(self, config: Config) -> None:
+        self.asked, self.why = None, ""
         try:
-            engine = engine_on(config, name)
+            engine = engine_on(config, self.name)
             if config.given("runtime") in (None, engine.name):
-                asked[name] = engine, Output(sandbox.containers_argv(engine), LIST_SECONDS)
+                self.asked = engine, Output(sandbox.containers_argv(engine), LIST_SECONDS)
         except (SandboxError, OSError) as error:
-            lost[name] = silent(name, error)
-    rows = []
+            self.why = silent(self.name, error)
+
+    def finish(self) -> str:
+        """What is wrong with its answer, if anything."""
+        if not self.asked:
+            return self.why
+        (engine, output), self.asked = self.asked, None
+        try:
+            status, out, err = output.result()
+            if status:
+                raise engine.failure(err)
+            found = sandbox.read_containers(engine, out)
+            self.rows = self.of(engine, found)
+            had = ", ".join(f"{row['name']} {row['state']}" for row in found
+                            if not sandbox.is_proxy(row)) or "no session"
+            self.seen = f"; at {time.strftime('%H:%M')} it had {had}"[:1000]
+        except (SandboxError, LookupError, TypeError, ValueError) as error:
+            self.why = silent(self.name, error)
+        return self.why
+
+    def ask_aside(self, config: Config) -> None:
+        """Have it asked, unless it is being asked or left alone for a while."""
+        if time.monotonic() > self.again and not (self.thread and self.thread.is_alive()):
+            self.thread = threading.Thread(target=self.ask, args=(config,), daemon=True)
+            self.thread.start()
+
+    def ask(self, config: Config) -> None:
+        began, now = time.monotonic(), Listed(self.name, self.of)
+        now.begin(config)
+        if now.finish():
+            self.again = time.monotonic() + self.pause
+            self.pause = min(2 * self.pause, LONGEST_ASK_SECONDS)
+            now.why += self.seen
+        else:
+            self.rows, self.seen, self.pause = now.rows, now.seen, FIRST_ASK_SECONDS
+        self.why = now.why
+        self.aside = bool(self.why) or time.monotonic() - began > PATIENCE_SECONDS
+
+    def wait(self, until: float) -> str:
+        """Wait for the answer of one that has answered soon before; why there is nothing of it."""
+        if self.thread and not self.aside:
+            self.thread.join(max(0, until - time.monotonic()))
+        new = not (self.seen or self.why) and self.thread and self.thread.is_alive()
+        return f"{self.name} has not answered yet" if new else self.why
+
+
+def list_everywhere(config: Config, of: ListOf,
+                    aside: dict[str, Listed] | None) -> tuple[list[Any], dict[str, str]]:
+    """See sandbox.list_everywhere(): one call for each, side by side."""
+    until, names = time.monotonic() + PATIENCE_SECONDS, sorted(config.get("hosts"))
+    hosts = {} if aside is None else aside
+    for name in names:
+        host = hosts.setdefault(name, Listed(name, of))
+        host.begin(config) if aside is None else host.ask_aside(config)
+    # An engine of this machine, or the host that our environment means.
+    rows, lost = list[Any](), dict[str, str]()
     try:
-        rows = [row for row in sandbox.list_sessions(sandbox.engines_here(config))
-                if row["host"] not in asked]
+        engine, found = sandbox.list_containers(sandbox.engines_here(config))
+        rows += of(engine, found) if engine.host not in names else []
     except SandboxError as error:
         if not isinstance(error, EngineProblem) or error.kind != "engine":
             lost[""] = error.message
-    for name, (engine, output) in asked.items():
-        try:
-            status, out, err = output.result(LIST_BYTES)
-            if status:
-                raise engine.failure(err)
-            rows += sandbox.session_rows(engine, sandbox.read_containers(engine, out))
-        except (SandboxError, LookupError, TypeError, ValueError) as error:
-            lost[name] = silent(name, error)
+    for name in names:
+        if why := hosts[name].finish() if aside is None else hosts[name].wait(until):
+            lost[name] = why
+        else:
+            rows += hosts[name].rows
     return rows, lost
 
 
@@ -262,6 +330,129 @@ def check_cut(engine: Engine, session: Session, tag: str, held: bool = False) ->
     if out.strip() == tag and not held:
         raise SandboxError(f"{cut}, and what ran in {session.name} goes on; its output is lost",
                            f"to look at it: {again}", 125)
+
+
+# --- Jobs ---
+# What runs a job is in its session, see static/session/keep.py. Here it is followed by a child of
+# the job's supervisor, which comes back where it was cut.
+
+SILENT_SECONDS = 60  # after which a connection is given up: who keeps it says more often that he is
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60
+TRIES = 3  # of a call that does not begin though its host answers
+ERROR_BYTES = 1 << 20
+
+
+def followed(engine: Engine, session: Session, workdir: str, tag: str,
+             command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The call that runs a command in a session of a host to its end, whatever becomes of the
+    connection; and what its environment needs besides SANDBOX_ENV.
+    """
+    about = sandbox.to_json({
+        "runtime": f"{engine.name}@{engine.host}", "workdir": workdir, "tag": tag,
+        "session": [session.name, "", {"sandbox.user": session.user}, session.id]})
+    return sandbox.own_argv("sandbox_hosts", "follow", *command), {"SANDBOX_FOLLOW": about}
+
+
+def follow() -> int:
+    """Run what followed() says, with its output on ours: its exit status."""
+    about = sandbox.parse_json(os.environ.pop("SANDBOX_FOLLOW"))
+    engine = sandbox.engine_of(*about["runtime"].partition("@")[::2])
+    kept = Kept(engine, sandbox.Session(*about["session"]), about, sys.argv[2:])
+    pause, tries, had = FIRST_PAUSE_SECONDS, 0, None
+    while True:
+        status, err = kept.attempt()
+        if kept.ended:
+            return status
+        gone, tries = kept.is_gone(), tries + 1
+        if gone or gone is False and not kept.begun and tries == TRIES:
+            os.write(2, err)
+            return sandbox.KILLED if gone else status
+        pause = FIRST_PAUSE_SECONDS if had != kept.position else pause
+        had = kept.position
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+class Kept:
+    """A command that a session keeps, and how far its output has come."""
+
+    def __init__(self, engine: Engine, session: Session, about: Mapping[str, Any],
+                 command: Sequence[str]) -> None:
+        self.engine, self.session = engine, session
+        self.position, self.begun, self.ended, self.raw = 0, False, False, False
+        # All that may be called, for an upgrade may put other programs in the place of ours.
+        workdir, tag = about["workdir"], about["tag"]
+        keep = ["python3", "-I", "-S", "-c", sandbox.asset("session/keep.py").decode()]
+        begin = ["sh", "-c", sandbox.exec_script(), "sandbox", "hold", "0", *keep, *command]
+        self.begin = engine.exec_argv(session.id, begin, user=session.user, workdir=workdir,
+                                      stdin=True, env=["SANDBOX_ENV", f"SANDBOX_EXEC={tag}",
+                                                       "SANDBOX_HOLD"])
+        self.again = engine.exec_argv(session.id, keep, user=session.user, stdin=True,
+                                      env=["SANDBOX_HOLD"])
+        self.plain = sandbox.exec_argv(engine, session, workdir, tag, command)
+        self.tag = tag
+
+    def attempt(self) -> tuple[int, bytes]:
+        """Follow it until it or the connection ends: its status, and what came on stderr."""
+        errors, (stdin, given), (out, stdout) = sandbox.file_of(b""), os.pipe(), os.pipe()
+        pid = sandbox.spawn(self.again if self.begun else self.begin, own_group=True,
+                            fds={0: stdin, 1: stdout, 2: errors},
+                            env={**os.environ, "SANDBOX_HOLD": f"{self.tag} {self.position}"})
+        Output.close(stdin, stdout)
+        hangs, status = True, -1
+        try:
+            hangs, status = self.read(out, given, errors)
+        finally:
+            if hangs:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, 9)
+            Output.close(given, out)
+            ended = sandbox.wait_for(pid)
+        err = os.pread(errors, ERROR_BYTES, 0)
+        os.close(errors)
+        return ended if status < 0 else status, err
+
+    def read(self, out: int, given: int, errors: int) -> tuple[bool, int]:
+        """Whether the call has not ended; and the status, -1 for that of the call."""
+        frames, poller = sandbox.Frames(), select.poll()
+        poller.register(out, select.POLLIN)
+        while poller.poll(SILENT_SECONDS * 1000) and os.fstat(errors).st_size < ERROR_BYTES:
+            data = os.read(out, 65536)
+            if not data:
+                return False, -1
+            try:
+                found = [] if self.raw else frames.feed(data)
+            except ValueError:  # it is of static/session/exec.sh, or a lie
+                self.raw, data, found = True, bytes(frames.rest), []
+            if self.raw:
+                self.ended = True
+                os.write(1, data)
+            for kind, content in found:
+                self.begun = self.begun or kind != b"n"
+                if kind in b"om":
+                    os.write(1 if kind == b"o" else 2, content)
+                    self.position += 5 + len(content)
+                elif kind == b"n":  # it cannot be kept
+                    os.execvp(self.plain[0], self.plain)
+                elif kind == b"e":
+                    self.ended = True
+                    with suppress(OSError):
+                        os.write(given, b"!")
+                    if content.isdigit():
+                        return False, int(content) & 255
+                    sandbox.say("what kept it in its session has ended: how it did is not known")
+                    return False, 125
+        return True, -1
+
+    def is_gone(self) -> bool | None:
+        """Whether its session has ended; None where the host does not say so."""
+        try:
+            status, out, err = Output(self.engine.inspect_argv(self.session.id)).result()
+            if status:
+                return self.engine.is_absent(err) or None
+            return self.engine.read_inspected(out)[2] not in ("running", "paused")
+        except (SandboxError, LookupError, ValueError, TypeError):
+            return None
 
 
 def take_over(engine: Engine, session: Session) -> None:

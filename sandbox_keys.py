@@ -318,14 +318,15 @@ def spent_of(days: Mapping[str, Any], per: str) -> dict[str, float]:
             "minutes": sum(row["seconds"] for row in counted) / 60}
 
 
-def used(engine: Engine, sessions: Sequence[Session]) -> list[dict[str, Any]]:
+def used(sessions: Sequence[tuple[Engine, Session]]) -> list[dict[str, Any]]:
     """What sessions have used, each with its budget, and what of that is spent and left; with an
     `error` instead where the counts cannot be read. Some are asked at once.
     """
     entries: list[dict[str, Any]] = []
     for some in (sessions[at:at + AT_ONCE] for at in range(0, len(sessions), AT_ONCE)):
-        asked = [ask_counts(engine, session) for session in some]
-        entries += map(use_of, some, asked)
+        asked = [ask_counts(engine, session) for engine, session in some]
+        entries += [use_of(session, counts) for (_, session), counts in
+                    zip(some, asked, strict=True)]
     return entries
 
 
@@ -350,7 +351,7 @@ def use_of(session: Session, asked: Output) -> dict[str, Any]:
 
 def used_by(engine: Engine, session: Session) -> dict[str, Any]:
     """What one session has used. Raises SandboxError."""
-    (entry,) = used(engine, [session])
+    (entry,) = used([(engine, session)])
     if error := entry.get("error"):
         raise SandboxError(error)
     return entry
@@ -378,22 +379,26 @@ def state_of(engine: Engine, session: Session) -> str:
     return "down"
 
 
-def hidden_sessions(engines: Sequence[Engine]) -> tuple[Engine, list[Session]]:
-    engine, rows = sandbox.list_containers(engines)
-    found = [known_session(engine, row) for row in rows if not sandbox.is_proxy(row)]
-    return engine, sorted((one for one in found if one.hides_keys), key=lambda one: one.name)
+def hidden_sessions(config: Config, aside: dict[str, Any] | None = None,
+                    ) -> tuple[list[tuple[Engine, Session]], dict[str, str]]:
+    """See sandbox.list_everywhere()."""
+    def hidden(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Engine, Session]]:
+        found = [known_session(engine, row) for row in rows if not sandbox.is_proxy(row)]
+        return [(engine, one) for one in sorted(found, key=lambda one: one.name) if one.hides_keys]
+
+    return sandbox.list_everywhere(config, hidden, aside)
 
 
 def cmd_usage(args: argparse.Namespace) -> int:
-    engines = sandbox.engines_of(args)
+    config, lost = sandbox.config_of(args), dict[str, str]()
     if args.any:
-        engine, session = sandbox.find_given(engines, args.any, "usage")
+        engine, session = sandbox.find_given(sandbox.candidates(config), args.any, "usage")
         check_hidden(session)
-        sessions = [session]
+        sessions = [(engine, session)]
     else:
-        engine, sessions = hidden_sessions(engines)
-    entries = used(engine, sessions)
-    failed = [entry["error"] for entry in entries if "error" in entry]
+        sessions, lost = hidden_sessions(config)
+    entries = used(sessions)
+    failed = [*lost.values(), *(entry["error"] for entry in entries if "error" in entry)]
     for error in failed:
         sandbox.report(SandboxError(error))
     entries = [entry for entry in entries if "error" not in entry]

@@ -5,6 +5,11 @@ Imported only for a host whose runtime is kubectl. What outlives a pod is what a
 - a ConfigMap with the pod as it is to be created. It has the session's name, of which there is one;
 - a claim for each of its volumes: its home, its copy of the directory and its snapshots.
 
+The proxy of an allowlist, or broker, is a second pod with a record and a claim of its own. It is on
+the session's node, so that the gate of static/image/proxy.py reaches it by a socket in the claim:
+the session needs no network at all, and nobody else reaches the proxy. No network is what a first
+container with NET_ADMIN leaves of it, whatever the cluster's network is.
+
 `stop` deletes the pod and `start` creates it again. All carry the label sandbox.session; what other
 engines have in labels is in annotations, which may hold anything. The id of a session is pod/NAME,
 where NAME is given once and never again.
@@ -29,6 +34,7 @@ GRACE_SECONDS = 5
 WATCH_SECONDS = 2  # after which we look why a pod is not ready
 PLACED_SECONDS = 60  # for the scheduler to find a node
 STORAGE = "10Gi"
+NET_CLAIM = "sandbox-net-"  # of a proxy: the folder that it shares with the session, and its own
 HELPER_SECONDS = sandbox.HOME_SECONDS  # a pod of one step ends by then, whoever was killed
 
 # What the kubelet says of a container that will not start as it is.
@@ -55,6 +61,9 @@ class Kubectl(Engine):
                    "couldn't get current server api"),
     }
     hints = {
+        "net_admin": "an allowlist and --net none need NET_ADMIN for a container that ends before "
+                     "the session begins: an administrator allows it in the namespace",
+        'exec: "python3"': "an allowlist and --net none need an image with python3: sandbox build",
         "context was not found": "kubectl config get-contexts lists those that there are",
         '" does not exist': "kubectl config get-contexts lists those that there are",
         "no node has the image": "sandbox build --push --in REGISTRY/NAME, and --in with the "
@@ -79,7 +88,8 @@ class Kubectl(Engine):
             return [*self.client, "get", "--raw", "/version"]
         if call == "volumes":
             return [*self.client, "get", "pvc", "-l", "sandbox.volume", "-o",
-                    'jsonpath={range .items[*]}{.metadata.name}{"\\n"}{end}']
+                    "go-template={{range .items}}{{if not .metadata.deletionTimestamp}}"
+                    '{{.metadata.name}}{{"\\n"}}{{end}}{{end}}']
         if call in ("commit", "pull", "import", "remove-image", "storage"):
             raise SandboxError(f"a cluster has no way to {call} an image",
                                "use a registry that it pulls from", 125)
@@ -105,12 +115,7 @@ class Kubectl(Engine):
         mounts = [source for source, _, _ in sandbox.binds_of(spec) if source.startswith("/")]
         for wrong, what, why, hint in (
                 (spec["network"] == "host", "the host's network", "it would be that of a node",
-                 "use --net open"),
-                (spec["network"] != "open", f"{sandbox.shown(spec['network'])} as network",
-                 "not every cluster can cut a pod off",
-                 "use --net open, or a host with docker or podman"),
-                (spec["keys"] == "hidden", "hidden keys", "they need the proxy of an allowlist",
-                 "use --keys visible, or a host with docker or podman"),
+                 "use --net open or --allow"),
                 (mounts, f"the mount of {mounts[0] if mounts else ''}",
                  "its nodes do not see this machine's files",
                  'leave directories in -v, and "workspace": "mount", out; sandbox cp copies'
@@ -142,7 +147,8 @@ class Kubectl(Engine):
         pods = {f"pod/{item['metadata']['name']}": item for item in items if item["kind"] == "Pod"}
         kept = {id_of(item): item for item in items if id_of(item)}
         return [row_of(item, pods.get(id)) for id, item in kept.items()] + [
-            row_of(pod, pod) for id, pod in pods.items() if id not in kept]
+            row_of(pod, pod) for id, pod in pods.items()
+            if id not in kept and not pod["metadata"].get("deletionTimestamp")]
 
     def image_of_argv(self, name: str) -> list[str]:
         return [*self.client, "get", "configmaps", "-l", selector_of(self, name), "-o",
@@ -153,18 +159,34 @@ class Kubectl(Engine):
                     limits: Mapping[str, Any], capabilities: Sequence[str] = (),
                     network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
-                    service: bool = False) -> list[str]:
+                    service: bool = False, beside: Sequence[str] = ()) -> list[str]:
         session, name = labels["sandbox.session"], self.bare(name)
-        pod = pod_of(f"{valid(name, 40)}-{session}", image, command, mounts_of(binds, volumes),
-                     capabilities, limits)
+        pod = pod_of(name if service else f"{valid(name, 40)}-{session}", image, command,
+                     mounts_of(binds, volumes), capabilities, limits, beside)
         container = pod["spec"]["containers"][0]
         pairs = (item.partition("=") for item in env)
         container |= {"workingDir": workdir,
                       "env": [{"name": key, "value": value} for key, _, value in pairs]}
-        pod["spec"] |= {"hostname": valid(name, 63), "initContainers": [
-            first_container(container, mount) for mount in container["volumeMounts"]
-            if mount["mountPath"] == sandbox.CONTAINER_HOME]}
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
         marks = {"sandbox.session": session, "sandbox.name": label_of(name)}
+        first = []
+        if service:
+            marks["sandbox.proxy"] = "yes"
+            pod["spec"]["restartPolicy"] = "OnFailure"
+            container["securityContext"] |= {"readOnlyRootFilesystem": True,
+                                             "allowPrivilegeEscalation": False}
+            container["resources"]["requests"] = {"memory": "64Mi"}
+        elif network == "none" or sandbox.NET_DIRECTORY in mounts:
+            first = [net_container(container, network == "none",
+                                   mounts.get(sandbox.NET_DIRECTORY))]
+        if sandbox.NET_DIRECTORY in mounts:
+            pod["spec"]["affinity"] = {"podAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": [{
+                    "labelSelector": {"matchLabels": {"sandbox.session": session}},
+                    "topologyKey": "kubernetes.io/hostname"}]}}
+        first += [first_container(container, mount) for place, mount in mounts.items()
+                  if place == sandbox.CONTAINER_HOME]
+        pod["spec"] |= {"hostname": valid(name, 63), "initContainers": first}
         pod["metadata"]["labels"] = marks
         record = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {
             "name": record_name(name), "labels": marks,
@@ -196,14 +218,15 @@ class Kubectl(Engine):
             raise SandboxError("a terminal on a cluster is held by a python3 in the session",
                                "use an image that has one", 125)
         return [sys.executable, "-I", "-S", "-c", exec_source(), "01"[stdin], user, workdir,
-                "\n".join(env), "\n".join(self.client), name, *command]
+                "\n".join(env), "\n".join(self.client), pod_name(name), *command]
 
     def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
                   since: float = 0) -> list[str]:
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
-        return [*self.client, "logs", *(["-f"] if follow else []),
-                *([f"--tail={tail}"] if tail else []), *([f"--since-time={when}"] if since else []),
-                name, "-c", "session"]
+        # That of a proxy whose pod is gone is empty: see kept_decisions().
+        pod = [name] if name.startswith("pod/") else ["-l", f"sandbox.name={label_of(name)}"]
+        return [*self.client, "logs", *(["-f"] if follow else []), f"--tail={tail or -1}",
+                *([f"--since-time={when}"] if since else []), *pod, "-c", "session"]
 
     def copy_argv(self, name: str, path: str) -> list[str]:
         return self.program("read", name, path)
@@ -264,9 +287,14 @@ def label_of(value: str) -> str:
     return value if fits else f"{valid(value, 40)}.{digest(value)}"
 
 
+def pod_name(name: str) -> str:
+    """An id from that, or from the name of a proxy, whose pod has the same."""
+    return name if name.startswith("pod/") else f"pod/{name}"
+
+
 def selector_of(engine: Engine, name: str) -> str:
     """What finds a session by its name, or by its id."""
-    return (f"sandbox.session={name[-10:]}" if name.startswith("pod/")
+    return (f"sandbox.session={name[-10:]},!sandbox.proxy" if name.startswith("pod/")
             else f"sandbox.name={label_of(engine.bare(name))}")
 
 
@@ -306,8 +334,12 @@ def state_of(pod: Mapping[str, Any] | None) -> tuple[str, int]:
 
 def mounts_of(binds: Iterable[tuple[str, str, str]],
               volumes: Iterable[str]) -> list[tuple[str, str, bool]]:
-    """Claim, place and whether it is only read, of what is mounted. Raises SandboxError."""
-    named = [(*volume.split(":"), "") for volume in volumes]
+    """Claim, place and whether it is only read, of what is mounted: a volume without a name is in
+    the claim of the one before it. Raises SandboxError.
+    """
+    named: list[tuple[str, ...]] = []
+    for volume in volumes:
+        named.append((*(volume if ":" in volume else f"{named[-1][0]}:{volume}").split(":"), ""))
     mounts = [(item[0], item[1], "ro" in item[2].split(",")) for item in (*binds, *named)]
     for source, _, _ in mounts:
         if source.startswith("/"):
@@ -323,10 +355,13 @@ def quantity(limit: str) -> str:
 
 
 def pod_of(name: str, image: str, command: Sequence[str], mounts: Sequence[tuple[str, str, bool]],
-           capabilities: Sequence[str], limits: Mapping[str, Any]) -> dict[str, Any]:
-    """A pod with one container of root's, contained as an engine on one machine would."""
+           capabilities: Sequence[str], limits: Mapping[str, Any],
+           beside: Sequence[str] = ()) -> dict[str, Any]:
+    """A pod with one container of root's, contained as an engine on one machine would. The claims
+    `beside` are not mounted: only its node must be one that has them.
+    """
     given = {"cpu": limits.get("cpus"), "memory": limits.get("memory")}
-    claims = dict.fromkeys(claim for claim, _, _ in mounts)
+    claims = dict.fromkeys([*(claim for claim, _, _ in mounts), *beside])
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {
         "restartPolicy": "Never", "automountServiceAccountToken": False,
         "enableServiceLinks": False, "terminationGracePeriodSeconds": GRACE_SECONDS,
@@ -341,7 +376,8 @@ def pod_of(name: str, image: str, command: Sequence[str], mounts: Sequence[tuple
                 for key, value in given.items() if value}},
             "securityContext": {"runAsUser": 0, "runAsGroup": 0, "capabilities": {
                 "drop": ["ALL"], "add": [*dict.fromkeys(capabilities)]}},
-            "volumeMounts": [{"name": label_of(claim), "mountPath": place, "readOnly": reads}
+            "volumeMounts": [{"name": label_of(claim), "mountPath": place, "readOnly": reads,
+                              **({"subPath": place[1:]} if claim.startswith(NET_CLAIM) else {})}
                              for claim, place, reads in mounts]}],
         "volumes": [{"name": label_of(claim), "persistentVolumeClaim": {"claimName": claim}}
                     for claim in claims]}}
@@ -356,6 +392,38 @@ def first_container(container: Mapping[str, Any], mount: Mapping[str, Any]) -> d
         "sh", "-c", 'test "$(ls -A /run/sandbox-home | grep -vx lost+found)" || exec sh -c "$@"',
         "sandbox", script, "sandbox", "fill", sandbox.CONTAINER_HOME],
         "volumeMounts": [{**mount, "mountPath": "/run/sandbox-home"}]}
+
+
+def net_container(container: Mapping[str, Any], closed: bool,
+                  gate: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What ends before the session begins: it takes all of the pod's network but the loopback away,
+    where that is closed, and waits for the proxy, where there is one.
+    """
+    words = ["closed" if closed else "open", f"{sandbox.NET_DIRECTORY}/proxy.sock" if gate else ""]
+    return {**container, "name": "net", "workingDir": "/",
+            "command": ["python3", "-I", "-S", "-c", NET_PROGRAM, *words],
+            "securityContext": {"runAsUser": 0, "runAsGroup": 0, "capabilities": {
+                "drop": ["ALL"], "add": ["NET_ADMIN"] if closed else []}},
+            "volumeMounts": [gate] if gate else []}
+
+
+# An interface that is down has no routes, and no address of IPv6; only NET_ADMIN sets it up again.
+NET_PROGRAM = """
+import fcntl, socket, struct, sys, time
+network, gate = sys.argv[1:]
+with socket.socket() as any:
+    for _, name in socket.if_nameindex() if network == "closed" else ():
+        if name != "lo":
+            fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", name.encode(), 0))  # SIOCSIFFLAGS
+for _ in range(1200 if gate else 0):
+    with socket.socket(socket.AF_UNIX) as sock:
+        if not sock.connect_ex(gate):
+            sys.exit()
+    time.sleep(0.1)
+if gate:
+    sys.exit("sandbox: the proxy of the session does not answer; its claim must be on a file "
+             "system that carries sockets between two pods of a node")
+"""
 
 
 def claim_of(engine: Engine, name: str) -> dict[str, Any]:
@@ -428,8 +496,8 @@ def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
     node = node_of(engine, claims) if claims else ""
     if node:  # a claim may be for one node at a time
         place = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
-        pod["spec"]["affinity"] = {"nodeAffinity": {
-            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [place]}}}
+        pod["spec"].setdefault("affinity", {})["nodeAffinity"] = {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [place]}}
     if claims:
         make(engine, *(claim_of(engine, claim) for claim in claims), there=True)
     make(engine, pod)
@@ -439,6 +507,8 @@ def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
 def node_of(engine: Engine, claims: Sequence[str]) -> str:
     """The node of a pod that uses one of some claims."""
     pods = sandbox.parse_json(engine.ask([*engine.client, "get", "pods", "-o", "json"]))["items"]
+    # A pod of one step, which ends, is nothing to go after.
+    pods.sort(key=lambda pod: "sandbox.session" not in pod["metadata"].get("labels", {}))
     return next((str(pod["spec"]["nodeName"]) for pod in pods
                  if state_of(pod)[0] in ("created", "running")
                  and pod["spec"].get("nodeName") and uses(pod).intersection(claims)), "")
@@ -459,7 +529,7 @@ def wait_ready(engine: Engine, name: str) -> None:
         placed = time.monotonic() - began < PLACED_SECONDS
         if problem := problem_of(pod, placed):
             if pod["status"].get("phase") in ("Succeeded", "Failed"):
-                problem += "\n" + kubectl(engine, "logs", f"pod/{name}", "-c", "session",
+                problem += "\n" + kubectl(engine, "logs", f"pod/{name}", "-c", failed_in(pod),
                                           "--tail=3")[1]
             raise SandboxError(problem.strip())
         if time.monotonic() - began > PLACED_SECONDS and (said := kubectl(
@@ -469,6 +539,13 @@ def wait_ready(engine: Engine, name: str) -> None:
             raise SandboxError(f"the pod {name} does not come up: {said}")
         if time.monotonic() - began > LONG_SECONDS:
             raise SandboxError(f"the pod {name} is not ready after {LONG_SECONDS} seconds")
+
+
+def failed_in(pod: Mapping[str, Any]) -> str:
+    """The container that a pod has ended with."""
+    return next((str(container["name"]) for container in pod["status"].get(
+        "initContainerStatuses", ()) if container.get("state", {}).get("terminated", {}).get(
+            "exitCode")), "session")
 
 
 def problem_of(pod: Mapping[str, Any], early: bool) -> str:
@@ -507,7 +584,7 @@ def begin(engine: Engine, *names: str) -> None:
 def stop(engine: Engine, *names: str) -> None:
     for name in names:
         if pod := find(engine, name)[1]:
-            end(engine, pod)
+            end(engine, pod, not is_proxy(pod))
 
 
 def restart(engine: Engine, *names: str) -> None:
@@ -515,12 +592,17 @@ def restart(engine: Engine, *names: str) -> None:
     begin(engine, *names)
 
 
-def end(engine: Engine, pod: Mapping[str, Any]) -> None:
+def is_proxy(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod is a proxy, for whose end nobody waits: it takes the kubelet half a minute."""
+    return "sandbox.proxy" in pod["metadata"].get("labels", {})
+
+
+def end(engine: Engine, pod: Mapping[str, Any], wait: bool = True) -> None:
     """Delete a pod and wait until it is gone, unless its node is. Raises SandboxError."""
     answers = state_of(pod)[0] != "lost"
     status, _, err = kubectl(engine, "delete", "pod", pod["metadata"]["name"], "--ignore-not-found",
-                             f"--grace-period={GRACE_SECONDS}", f"--wait={str(answers).lower()}",
-                             "--timeout=120s")
+                             f"--grace-period={GRACE_SECONDS}",
+                             f"--wait={str(answers and wait).lower()}", "--timeout=120s")
     if not answers or "timed out" in err:
         raise lost(engine, pod)
     if status:
@@ -544,7 +626,7 @@ def remove(engine: Engine, *names: str) -> None:
             record, pod = {}, sandbox.parse_json(out)
         if pod:
             try:
-                end(engine, pod)
+                end(engine, pod, not is_proxy(pod))
             except SandboxError as error:  # Kubernetes removes it as soon as its node is back
                 print(error.message, file=sys.stderr)
         if record:
@@ -625,15 +707,23 @@ def end_lost(engine: Engine, here: str) -> None:
 
 
 def read(engine: Engine, name: str, path: str) -> int:
-    """Print a file of a session as a tar archive. Of a pod that is gone nothing is left: no command
-    has begun in the one that comes next.
+    """Print a file of a session as a tar archive. Of a pod that is gone nothing is left but what
+    is in a claim: no command has begun in the one that comes next.
     """
+    folder, file = os.path.split(path)
+    command = ["tar", "-C", folder, "-cf", "-", file]
+    argv = engine.exec_argv(name, command)
     with suppress(SandboxError):
-        if not find(engine, name)[1]:
+        record, pod = find(engine, name)
+        made = sandbox.parse_json(record["data"]["pod"])["spec"]["containers"][0]
+        mounts = [f"{mount['name']}:{folder}:ro" for mount in made["volumeMounts"]
+                  if mount["mountPath"] == folder]
+        if mounts and state_of(pod)[0] != "running":
+            argv = engine.try_argv(made["image"], command, volumes=mounts)
+        elif not pod:
             print("\0sandbox")
             return 0
-    folder, file = os.path.split(path)
-    return sandbox.call(engine.exec_argv(name, ["tar", "-C", folder, "-cf", "-", file]), output=1)
+    return sandbox.call(argv, output=1)
 
 
 def copy(engine: Engine, source: str, target: str) -> int:

@@ -24,12 +24,20 @@ from typing import TYPE_CHECKING, Any
 
 import sandbox
 import sandbox_changes
-from sandbox import CALL_SECONDS, LONG_SECONDS, Engine, Output, SandboxError, Session
+from sandbox import (
+    CALL_SECONDS,
+    LONG_SECONDS,
+    MIRROR_VOLUME,
+    Engine,
+    Output,
+    SandboxError,
+    Session,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-MIRROR_VOLUME, MIRROR_DIRECTORY = "sandbox-mirror-", "/run/sandbox-mirror"
+MIRROR_DIRECTORY = "/run/sandbox-mirror"
 NO_ROOM_STATUS = 94
 CHUNK_BYTES, WORDS_BYTES, FILE_BYTES, COMING_BYTES = 1 << 20, 256 << 20, 16 << 20, 4 << 30
 DEPTH = 200
@@ -43,11 +51,18 @@ exec python3 -I -S -c "$0" "$@\""""
 
 def mirror_of(session: Session) -> str:
     """The volume with the mirror of a session's directory: that of all sessions there."""
+    return our_mirrors() + hashed(sandbox.source_of(session.created()[0]))
+
+
+def our_mirrors() -> str:
+    """How the names of this client's mirrors begin; others have theirs on the same host."""
+    return MIRROR_VOLUME + hashed(f"{os.uname().nodename}\0{os.getuid()}")
+
+
+def hashed(text: str) -> str:
     import hashlib
 
-    place = sandbox.source_of(session.created()[0])
-    known = f"{os.uname().nodename}\0{os.getuid()}\0{place}"
-    return MIRROR_VOLUME + hashlib.sha256(os.fsencode(known)).hexdigest()[:10]
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:10]
 
 
 def mirrors(rows: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -297,6 +312,8 @@ class Helper:
             self.to.write(b"%d\n%s" % (len(program), program))
             self.to.flush()
             had, self.begun = self.had(), True
+            if not had:
+                self.session.new_mirror = self.mirror
             for tree in self.trees:
                 tree.send(had, self.write)
             for whole in sorted(had, reverse=True):
@@ -343,6 +360,7 @@ class Helper:
             return SandboxError(f"there is no room for {self.directory} on {self.engine.host}",
                                 self.engine.hints["no space left"], 125)
         if status == sandbox_changes.LACKING_STATUS:
+            drop_mirror(self.engine, self.session)
             return SandboxError(f"{self.session.created()[0]['image']} has no python3",
                                 "a copy needs it: sandbox build", 125)
         if status in (125, 126, 127) and err.strip() and not self.begun:

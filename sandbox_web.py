@@ -100,7 +100,7 @@ LOGIN_SECONDS = 7 * 86400
 FREE_FAILURES, TOTAL_FAILURES, LONGEST_WAIT_SECONDS, FORGIVEN_SECONDS = 5, 60, 300, 900
 SHOWN_DIRECTORIES, LOOKED_AT_ENTRIES = 50, 50_000
 SHOWN_DECISIONS = 500
-LOST_SECONDS = 60  # for which a host that did not answer is not asked again
+LOST_SECONDS = 60  # for which ports that could not be brought here are left alone
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 LOG_SECONDS = 10  # how long that of a session's turns, which a run of the command line adds to
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
@@ -648,6 +648,7 @@ class App(ThreadingHTTPServer):
         # What all sessions have used, and when that was read.
         self.usage: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
         self.usage_lock = threading.Lock()
+        self.hidden: dict[str, Any] = {}  # of each host the sessions whose keys are hidden
         self.stopping = False
         self.room = threading.Condition()
         self.count = self.most = 0  # of connections: now, and since memory was given back
@@ -992,7 +993,7 @@ class Sessions:
         # When the last call failed, and what is told of it: an error that is kept holds its frames.
         self.failed = (0.0, ("", "", ""))
         self.ports: dict[str, Any] = {}  # those of hosts that are brought here, by session
-        self.lost: dict[str, tuple[float, str]] = {}  # hosts: until when they are left alone
+        self.hosts: dict[str, Any] = {}  # what each has listed
 
     def expire(self) -> None:
         """Have the next list be a new one: something has changed."""
@@ -1016,13 +1017,8 @@ class Sessions:
             return self.rows
 
     def ask(self) -> Rows:
-        """What there is on all hosts; one that did not answer is left alone for a while."""
-        now = time.monotonic()
-        self.lost = {host: lost for host, lost in self.lost.items() if lost[0] > now}
-        known = {host: why for host, (_, why) in self.lost.items()}
-        rows, lost = sandbox.list_everywhere(sandbox.load_config(), known)
-        self.lost.update((host, (time.monotonic() + LOST_SECONDS, why))
-                         for host, why in lost.items() if host and host not in known)
+        """What there is on all hosts; one that does not answer holds up none of the others."""
+        rows, lost = sandbox.list_everywhere(sandbox.load_config(), aside=self.hosts)
         self.bring_ports(rows)
         return rows + [sandbox.lost_row(host, why) for host, why in lost.items()]
 
@@ -1361,8 +1357,8 @@ def get_all_usage(app: App, _request: Request, _params: Params) -> Answer:
 
     with app.usage_lock:
         if time.monotonic() - app.usage[0] > USAGE_SECONDS:
-            engines = sandbox.candidates(sandbox.load_config())
-            entries = sandbox_keys.used(*sandbox_keys.hidden_sessions(engines))
+            hidden, _ = sandbox_keys.hidden_sessions(sandbox.load_config(), app.hidden)
+            entries = sandbox_keys.used(hidden)
             app.usage = (time.monotonic(), entries)
         return json_answer({"sessions": app.usage[1], "day": iso(time.time())[:10],
                             "prices": sandbox_keys.table()["prices"]["date"]})
@@ -1571,7 +1567,13 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     now = time.time()
     id, tag = f"{int(now * 1000):011x}-{sandbox.random_id()}", sandbox.random_id()
     folder = job_folder(session.name, id)
-    argv = sandbox.exec_argv(engine, session, workdir(session), tag, sandbox.compose(command, []))
+    argv, more = sandbox.compose(command, []), dict[str, str]()
+    if engine.host:
+        import sandbox_hosts
+
+        argv, more = sandbox_hosts.followed(engine, session, workdir(session), tag, argv)
+    else:
+        argv = sandbox.exec_argv(engine, session, workdir(session), tag, argv)
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,
            "started": iso(now)}
     try:
@@ -1581,7 +1583,8 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
             about = {"id": id, "what": kind, "command": title}
             turn = sandbox.wanted_turn(config, engine, session, about, kind == "prompt")
         write_job(folder, {"job": job, "tag": tag})
-        start_supervisor([folder, str(JOB_BYTES), *argv], script, turn.environ() if turn else {})
+        start_supervisor([folder, str(JOB_BYTES), *argv], script,
+                         {**(turn.environ() if turn else {}), **more})
     except BaseException:
         sandbox.remove_tree(folder)
         raise
@@ -1601,7 +1604,7 @@ def write_job(folder: str, job: Mapping[str, Any]) -> None:
     sandbox.write_private(f"{folder}/job.json.new", json.dumps(job))
 
 
-def start_supervisor(args: Sequence[str], script: str, turn: Mapping[str, str] = {}) -> None:
+def start_supervisor(args: Sequence[str], script: str, more: Mapping[str, str] = {}) -> None:
     """Run static/session/job.py and wait until it has detached itself.
 
     It is read from a pipe, because in a zipapp it is no file that Python could be given.
@@ -1611,7 +1614,7 @@ def start_supervisor(args: Sequence[str], script: str, turn: Mapping[str, str] =
         with open(source, "rb") as stdin, open(os.devnull, "r+b", 0) as null:
             fds = {0: stdin.fileno(), 1: null.fileno(), 2: null.fileno()}
             pid = sandbox.spawn([sys.executable, "-I", "-S", "-", *args], fds=fds, own_group=True,
-                                env={**os.environ, "SANDBOX_ENV": script, **turn})
+                                env={**os.environ, "SANDBOX_ENV": script, **more})
         program.write(SUPERVISOR)
     if sandbox.wait_for(pid):
         raise WebError("internal", "the supervisor of the job could not be started")

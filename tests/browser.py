@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from conftest import HANG_SECONDS
 from websockets.sync.client import connect
 
 ARGV = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu",
@@ -52,7 +53,7 @@ class Page:
         """Carry out a command of the protocol; take in the events that come before its answer."""
         number = self.send(method, **params)
         while True:
-            message = json.loads(self.socket.recv(timeout=60))
+            message = json.loads(self.socket.recv(timeout=HANG_SECONDS))
             if message.get("id") == number:
                 assert "error" not in message, (method, message["error"])
                 return message["result"]
@@ -93,7 +94,7 @@ class Page:
         assert "exceptionDetails" not in answer, (script, answer["exceptionDetails"])
         return answer["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 20) -> None:
+    def wait(self, script: str, seconds: float = HANG_SECONDS) -> None:
         """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
         while True:
@@ -105,7 +106,7 @@ class Page:
                     f"{script} did not become true\n{self.errors}\n{self.text()[-3000:]}")
             time.sleep(0.03)
 
-    def see(self, text: str, within: str = "body", seconds: float = 20) -> None:
+    def see(self, text: str, within: str = "body", seconds: float = HANG_SECONDS) -> None:
         """Wait until a text can be read in an element."""
         self.wait(
             f"document.querySelector({json.dumps(within)})?.innerText.includes({json.dumps(text)})",
@@ -194,7 +195,7 @@ class Browser:
 
     def get(self, path: str, method: str = "GET") -> Any:
         request = urllib.request.Request(f"http://{self.address}{path}", method=method)
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
             return json.load(answer)
 
     def page(self) -> Page:
@@ -212,7 +213,7 @@ def chromium() -> Iterator[Browser]:
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             file = Path(profile, "DevToolsActivePort")
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + HANG_SECONDS
             while not file.exists() or "\n" not in file.read_text():
                 assert process.poll() is None, "chromium does not start"
                 assert time.monotonic() < deadline, "chromium does not start"

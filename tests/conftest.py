@@ -46,6 +46,7 @@ IMAGE_VERSION = "1.0-common"
 IMAGE = f"{IMAGE_NAME}:{IMAGE_VERSION}"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TIMEOUT_SECONDS = 120.0
+HANG_SECONDS = 60.0  # for what comes at once: a busy machine takes its time
 
 # in every name and directory of this test run, to know its containers by
 TOKEN = f"t{secrets.token_hex(4)}"
@@ -120,7 +121,7 @@ class Terminal:
     def resize(self, rows: int, cols: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
 
-    def expect(self, text: str, timeout: float = 30) -> str:
+    def expect(self, text: str, timeout: float = HANG_SECONDS) -> str:
         """Wait for text that no earlier expect() has consumed; return the output up to its end."""
         deadline = time.monotonic() + timeout
         while (at := self.output.find(text, self._seen)) < 0:
@@ -132,14 +133,14 @@ class Terminal:
 
     def quiet(self, seconds: float = 1) -> None:
         """Read until nothing has come for this long: a program has drawn its screen and waits."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_SECONDS
         while time.monotonic() < deadline and self._read(time.monotonic() + seconds):
             pass
 
     def unread(self) -> str:
         return self.output[self._seen :]
 
-    def wait(self, timeout: float = 30) -> int:
+    def wait(self, timeout: float = HANG_SECONDS) -> int:
         """Read until the process has ended; return its status, negative for a signal."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -371,10 +372,16 @@ def copy_code(app: Path) -> None:
 
 
 ENGINES = ("docker", "podman", "rootless")
+# What no engine decides is tested on one, and what only its client or only its user decides on two.
+on_docker = pytest.mark.parametrize("engine", ["docker"], indirect=True)
+on_both_clients = pytest.mark.parametrize("engine", ["docker", "podman"], indirect=True)
+as_root_and_not = pytest.mark.parametrize("engine", ["docker", "rootless"], indirect=True)
 # A cluster is built by `tests/prepare kubernetes` alone: its part is there where that has begun.
 HAS_CLUSTER = Path("/var/cache/sandbox-test/kubernetes").exists()
-PARTS = ("docker", "podman", "web", *(["kubernetes"] if HAS_CLUSTER else []))
-WEB = ("test_browser", "test_jobs", "test_web", "test_websocket")
+PARTS = ("docker", "podman", "rootless", "web", *(["kubernetes"] if HAS_CLUSTER else []))
+# What prunes stays with what makes copies: only the tests of one part wait for each other.
+WEB = ("test_browser", "test_jobs", "test_keys", "test_keys_page", "test_notify", "test_review",
+       "test_states", "test_terminal", "test_web", "test_websocket")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -382,13 +389,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def part_of(item: pytest.Item) -> str:
-    """The one part of a test. Each takes a third of the time: so what needs no engine is in web."""
+    """The one part of a test. Docker has two; what needs no engine is in web."""
     assert isinstance(item, pytest.Function)
     if item.get_closest_marker("kubernetes"):
         return "kubernetes"
     engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
     if engine not in (None, "docker"):
-        return "podman"
+        return "rootless" if "rootless" in str(engine) else "podman"
     return "web" if engine is None or item.module.__name__ in WEB else "docker"
 
 

@@ -63,7 +63,7 @@ class Namespaces(Engine):
                     limits: Mapping[str, Any], capabilities: Sequence[str] = (),
                     network: str = "open", ports: Sequence[str] = (),
                     binds: Sequence[tuple[str, str, str]] = (), volumes: Sequence[str] = (),
-                    service: bool = False) -> list[str]:
+                    service: bool = False, beside: Sequence[str] = ()) -> list[str]:
         assert not ports and not service, "it has no network of its own"
         return self.argv("create", json.dumps({
             "name": name, "image": image, "command": list(command), "labels": dict(labels),

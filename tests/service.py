@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from conftest import Engine, Process
+from conftest import HANG_SECONDS, TIMEOUT_SECONDS, Engine, Process
 from websockets.sync.client import ClientConnection, connect
 
 PASSWORD = "s3cret"
@@ -25,7 +25,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = HANG_SECONDS) -> Any:
     """Poll until the condition is true; its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -68,11 +68,11 @@ class Service:
         assert self.process.stdout
         self.said = [self.process.stdout.readline() for _ in range(3)]
         if not self.said[0].strip().endswith(self.address):
-            raise AssertionError(self.said, self.process.communicate(timeout=5))
+            raise AssertionError(self.said, self.process.communicate(timeout=HANG_SECONDS))
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(HANG_SECONDS)
         self.process.end()
 
     def restart_after_kill(self) -> None:
@@ -98,7 +98,7 @@ class Service:
     def said_at_the_end(self) -> str:
         """End it; what it has printed on stderr."""
         self.process.terminate()
-        return self.process.communicate(timeout=30)[1]
+        return self.process.communicate(timeout=HANG_SECONDS)[1]
 
     def request(
         self,
@@ -108,7 +108,7 @@ class Service:
         headers: dict[str, str] | None = None,
         cookie: str | None = None,
     ) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_SECONDS)
         try:
             sent = {"Cookie": self.cookie if cookie is None else cookie, **(headers or {})}
             connection.request(method, path, body, {k: v for k, v in sent.items() if v})
@@ -124,7 +124,7 @@ class Service:
         return self.request(method, path, body,
                             {"Content-Type": "application/json", **more.pop("headers", {})}, **more)
 
-    def raw(self, data: bytes, seconds: float = 20) -> bytes:
+    def raw(self, data: bytes, seconds: float = HANG_SECONDS) -> bytes:
         """Send bytes on a connection of their own, and all that comes back until it is closed."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as sock:
             with suppress(OSError):
@@ -158,7 +158,7 @@ class Service:
 
     def events(self, job: Any, start: int | None = None) -> Iterator[tuple[str, Any, int]]:
         """Server-sent events of a job: name, data, id."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_SECONDS)
         headers = {"Cookie": self.cookie,
                    **({} if start is None else {"Last-Event-ID": str(start)})}
         connection.request("GET", f"/api/sessions/{job['session']}/jobs/{job['id']}/events",
@@ -223,7 +223,7 @@ class Screen:
         self.seq = self.hello["seq"]
         self.at = 0
 
-    def receive(self, timeout: float = 60) -> None:
+    def receive(self, timeout: float = HANG_SECONDS) -> None:
         data = self.socket.recv(timeout=timeout)
         if isinstance(data, str):
             self.messages.append(json.loads(data))
@@ -240,7 +240,7 @@ class Screen:
     def type(self, text: str | bytes) -> None:
         self.socket.send(text.encode() if isinstance(text, str) else text)
 
-    def expect(self, text: str, timeout: float = 60) -> bytes:
+    def expect(self, text: str, timeout: float = HANG_SECONDS) -> bytes:
         """Read until the text has come after what was expected before; the output up to its end."""
         wanted, start, looked = text.encode(), self.at, self.at
         while (found := self.output.find(wanted, looked)) < 0:

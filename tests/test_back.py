@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PYTHON, Engine, Terminal, unique_name, write_config
-from service import free_port
-from test_engines import container_names, inspect, sleeping, wait_for
+from conftest import PYTHON, Engine, Terminal, on_both_clients, on_docker, unique_name, write_config
+from service import free_port, wait_for
+from test_engines import container_names, inspect, sleeping
 
 import sandbox
 from sandbox import ENGINE_STATUS, KILLED
@@ -54,6 +54,7 @@ CODEX = "--dangerously-bypass-approvals-and-sandbox"
 CREATED = ["--ef", "file.env", "-e", "GIVEN", "-e", "PLAIN=a b", "-r", "p"]
 
 
+@on_docker
 @pytest.mark.parametrize(("before", "options", "seen", "printed"), [
     (None, [*CREATED, "-y", "c"], f"of the file,,given,a b,p,,claude:{YOLO}",
      "-e 'PLAIN=a b' -- -c"),
@@ -146,6 +147,7 @@ def ask(engine: Engine, question: str, answer: str, *options: str) -> str:
         return terminal.output.rpartition("host=")[2].split()[0]
 
 
+@on_both_clients
 def test_on_a_terminal_the_sessions_of_the_directory_are_offered(engine: Engine, project: Path,
                                                                  home: Path) -> None:
     def host(name: str) -> str:
@@ -180,6 +182,7 @@ def test_on_a_terminal_the_sessions_of_the_directory_are_offered(engine: Engine,
         assert engine.sandbox("run", *options).returncode == 2
 
 
+@on_docker
 def test_the_question_can_be_left(engine: Engine, project: Path, home: Path) -> None:
     name = made(engine)
     with engine.pty("run", "-x", "true") as terminal:
@@ -192,6 +195,7 @@ def test_the_question_can_be_left(engine: Engine, project: Path, home: Path) -> 
 # --- What is asked at the end ---
 
 
+@on_docker
 @pytest.mark.parametrize("words", [
     ["-y", "c", "--", "--version"], ["-y", "c", "--", "--model", "m", "-p", "say it"],
     ["-x", "claude --print=hello"], ["-x", "claude", "-h"], ["-y", "cx", "--", "exec", "say it"],
@@ -234,7 +238,7 @@ def test_rm_asks_who_would_lose_something_and_tells_them(engine: Engine, project
                 rm.send(answer)
                 assert rm.wait() == status
             assert (name in container_names(engine)) is bool(status)
-        _, err = script.communicate(timeout=30)
+        _, err = script.communicate(timeout=60)
         assert script.returncode and err.splitlines()[-1] == f"sandbox: {GONE.format(name)}"
         for other in (person, attached):
             other.expect(GONE.format(name))
@@ -244,6 +248,7 @@ def test_rm_asks_who_would_lose_something_and_tells_them(engine: Engine, project
         assert menu.wait() == 0 and "kept" not in menu.output
 
 
+@on_docker
 def test_a_script_and_force_ask_nothing(engine: Engine, project: Path, home: Path,
                                         name: str) -> None:
     for force in ((), ("-f",), ("--force",)):
@@ -255,7 +260,7 @@ def test_a_script_and_force_ask_nothing(engine: Engine, project: Path, home: Pat
             else:
                 removed = engine.sandbox("rm", name)
                 assert (removed.returncode, removed.stderr) == (0, "")
-            assert GONE.format(name) in other.communicate(timeout=30)[1]
+            assert GONE.format(name) in other.communicate(timeout=60)[1]
 
 
 def test_nobody_is_asked_for_what_is_his_own(engine: Engine, project: Path, home: Path,
@@ -274,6 +279,7 @@ def test_nobody_is_asked_for_what_is_his_own(engine: Engine, project: Path, home
     assert "in use" not in terminal.output and name not in container_names(engine)
 
 
+@on_docker
 @pytest.mark.parametrize("options", [[], ["--rm-on-exit"]])
 def test_the_end_of_a_run_asks_for_others(engine: Engine, project: Path, home: Path, name: str,
                                           options: list[str]) -> None:
@@ -370,6 +376,7 @@ def test_an_address_of_the_kernels_table_is_told(address: str, loopback: bool) -
 # --- What exists stays in reach ---
 
 
+@on_docker
 @pytest.mark.parametrize("text", ['{"runtime": "%s",', '{"runtime": "%s", "volume": []}'])
 def test_a_wrong_file_keeps_nobody_from_what_exists(engine: Engine, project: Path, home: Path,
                                                     name: str, text: str) -> None:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from conftest import ROOT, Engine, Result, unique_name
+from conftest import ROOT, Engine, Result, on_docker, unique_name
 from service import wait_for
-from test_agents import each_agent, image, on_docker
+from test_agents import each_agent, image
 from test_proxy import (
     OUTSIDE,
     SECONDS,
@@ -1232,6 +1232,7 @@ class Lab:
                           "-v", f"{self.directory}:/lab", image, "python3", "-B",
                           "/lab/vendor_stub.py", "/lab")
         assert made.returncode == 0, made.stderr
+        wait_for((self.directory / "ready").exists)
         self.execute("sh", "-c", "cd /lab && exec python3 -I -S -B broker.py serve >log 2>&1",
                      detached=True)
         wait_for(lambda: self.ask(do="usage"))

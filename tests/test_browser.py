@@ -97,6 +97,8 @@ def see_in_terminal(page: Page, text: str) -> None:
 
 
 def enter(page: Page, line: str) -> None:
+    """Type a line once the shell asks for it: busybox loses what comes earlier."""
+    page.wait(f"/[#>]$/.test({ROWS}.map((row) => row.textContent).join('').trimEnd())")
     page.type(line)
     page.press("Enter")
 

@@ -16,9 +16,17 @@ from typing import Any
 
 import pytest
 from conftest import IMAGE as TEST_IMAGE
-from conftest import PYTHON, ROOT, Engine, Result, write_config
+from conftest import PYTHON, ROOT, Engine, Result, on_docker, write_config
 from service import Service, wait_for
-from test_agents import ENV_FILE, IMAGE, ONCE, image, on_docker, write_stub_config
+from test_agents import (
+    ENV_FILE,
+    IMAGE,
+    ONCE,
+    SCREENS,
+    START_SECONDS,
+    image,
+    write_stub_config,
+)
 from test_engines import sleeping
 
 import sandbox
@@ -110,7 +118,7 @@ def test_what_is_asked_waits_for_no_reader(platform: str) -> None:
     ask = (f"import os, sys; sys.platform = {platform!r}; import sandbox; "
            f"{platform!r} == 'linux' or delattr(os, 'memfd_create'); "
            "print(sandbox.Output(['wc', '-c'], stdin=bytes(1 << 20)).result())")
-    done = subprocess.run([PYTHON, "-c", ask], cwd=ROOT, text=True, capture_output=True, timeout=30)
+    done = subprocess.run([PYTHON, "-c", ask], cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert done.stdout == f"(0, '{1 << 20}\\n', '')\n", done.stderr
 
 
@@ -143,8 +151,7 @@ def test_a_turn_has_what_ran_in_it_and_undo_brings_it_back(turns: Turns) -> None
     assert (turns.project / "d" / "file").read_text() == "new\n"
 
 
-@pytest.mark.parametrize("agent", ["c", "gm", "cx", "oc"])
-def test_an_agents_run_is_a_turn(turns: Turns, agent: str) -> None:
+def test_an_agents_run_is_a_turn(turns: Turns, agent: str = "c") -> None:
     turns.use_stub()
     told = turns.run("-y", agent, "--", "--version")
     assert told.returncode == 0 and turns.log() == [], told.stderr
@@ -159,6 +166,12 @@ def test_an_agents_run_is_a_turn(turns: Turns, agent: str) -> None:
     words = shlex.join([*ONCE[agent].split(), prompt.split("\n")[0]])
     assert turn["command"] == f"{sandbox.AGENTS[sandbox.SHORTCUTS[agent]].yolo[0]} {words}"
     assert not turns.containers()
+
+
+@on_docker
+@pytest.mark.parametrize("agent", ["gm", "cx", "oc"])
+def test_every_agents_run_is_a_turn(turns: Turns, agent: str) -> None:
+    test_an_agents_run_is_a_turn(turns, agent)
 
 
 @pytest.mark.parametrize("words, wanted", [
@@ -181,6 +194,7 @@ def test_which_commands_are_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert not other  # what the person says at the end of a run
 
 
+@on_docker
 def test_what_no_turn_is_takes_no_snapshot(turns: Turns) -> None:
     assert turns.run("-x", "echo x >file").returncode == 0
     assert turns.run("--no-checkpoint", "-y", "c", "--", "--help").returncode == 0
@@ -189,6 +203,7 @@ def test_what_no_turn_is_takes_no_snapshot(turns: Turns) -> None:
     assert refused.returncode == 2 and "--no-checkpoint" in refused.stderr
 
 
+@on_docker
 def test_strict_passes_a_status_where_nothing_is_to_be_feared(turns: Turns) -> None:
     assert turns.run("--strict", "-x", "echo x >text; exit 7").returncode == 7
     again = turns.run("--strict", "-x", "echo x >'Make\nfile' >Makefile; printf '\\033' >.envrc")
@@ -199,6 +214,7 @@ def test_strict_passes_a_status_where_nothing_is_to_be_feared(turns: Turns) -> N
     assert len(many.stderr.splitlines()) < 25
 
 
+@on_docker
 def test_turns_at_once_are_marked(turns: Turns) -> None:
     turns.run("-x", "true")
     first = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x",
@@ -258,6 +274,7 @@ def test_a_turn_does_not_last_as_long_as_what_its_program_left(turns: Turns) -> 
     assert sleeping(turns.engine, turns.name, "98763") == 1
 
 
+@on_docker
 def test_who_comes_back_is_told_what_may_be_executed(turns: Turns) -> None:
     script = "echo begun; until [ -e go ]; do sleep 0.1; done; echo evil >>.envrc; exit 4"
     assert turns.run("-d", "--checkpoint", "-x", script).returncode == 0
@@ -306,6 +323,7 @@ def test_a_prompt_of_one_long_line_is_a_turn(turns: Turns, service: Service) -> 
     assert turn["command"] == prompt[:200] and turns.changed(turn["id"]) == {"made"}
 
 
+@on_docker
 def test_an_agents_terminal_in_the_browser_is_a_turn(turns: Turns, service: Service) -> None:
     turns.use_stub()
     service.create(turns.name, agent="claude")
@@ -314,7 +332,7 @@ def test_an_agents_terminal_in_the_browser_is_a_turn(turns: Turns, service: Serv
         (turn,) = turns.log()
         assert (turn["what"], turn.get("ended")) == ("agent", None)
         (turns.project / "made").write_text("meanwhile")
-        assert terminal
+        terminal.expect(SCREENS["c"][0], START_SECONDS)  # it has begun
     service.restart_after_kill()
     assert turns.run("--no-checkpoint", "-x", "pkill -x claude; pkill -f claude-code").stderr == ""
     (turn,) = turns.ended()
@@ -324,6 +342,7 @@ def test_an_agents_terminal_in_the_browser_is_a_turn(turns: Turns, service: Serv
 # --- Where no snapshot can be taken ---
 
 
+@on_docker
 def test_an_image_without_git_starts_no_turn(turns: Turns) -> None:
     write_config(turns.engine.home, checkpoint=True)
     refused = turns.run("-x", "echo x >made")
@@ -403,7 +422,7 @@ def test_ctrl_c_leaves_no_container(turns: Turns) -> None:
         assert client.stderr.readline() == (
             f"sandbox: taking a snapshot of {turns.project}: Ctrl-C ends it, "
             "--no-checkpoint goes without\n")
-        assert turns.containers()
+        wait_for(turns.containers)
         client.send_signal(signal.SIGINT)
         assert client.wait(60) == 130
         assert not turns.containers() and not (turns.project / "made").exists()
@@ -426,6 +445,7 @@ def test_an_agents_terminal_that_is_not_held_is_a_turn(turns: Turns, service: Se
 # --- What is hostile ---
 
 
+@on_docker
 def test_nothing_of_a_workspace_is_executed(turns: Turns) -> None:
     """On the host no git runs, and what runs where the snapshots are taken obeys nothing there."""
     marker = "/run/sandbox-work/../sandbox-store/marker"
@@ -499,6 +519,7 @@ def test_protected_parts_of_git_can_only_be_read(turns: Turns, hooks: bool) -> N
     assert (bare.returncode, "nothing is protected" in bare.stderr) == (0, True)
 
 
+@on_docker
 def test_a_turn_without_snapshots_does_not_start_unasked(turns: Turns) -> None:
     """What a session that was not made from here would change, nobody could say."""
     engine, theirs = turns.engine, f"{turns.name}-theirs"
@@ -516,6 +537,7 @@ def test_a_turn_without_snapshots_does_not_start_unasked(turns: Turns) -> None:
     assert (turns.project / "made").exists()
 
 
+@on_docker
 def test_git_is_led_to_no_other_configuration(turns: Turns) -> None:
     """By the files that take the place of a protected configuration: the host's git runs."""
     git, marker = turns.project / ".git", turns.engine.area / "marker"
@@ -569,6 +591,7 @@ def test_the_store_goes_with_its_session_and_not_before(turns: Turns, name: str)
     assert stray in engine.sandbox("prune").stdout.split() and stray not in turns.volumes()
 
 
+@on_docker
 def test_only_so_many_turns_are_kept(turns: Turns) -> None:
     config = json.loads((turns.engine.home / "sandbox.json").read_text())
     (turns.engine.home / "sandbox.json").write_text(
@@ -578,6 +601,7 @@ def test_only_so_many_turns_are_kept(turns: Turns) -> None:
     assert [turn["command"] for turn in turns.log()] == ["echo x >made2", "echo x >made3"]
 
 
+@on_docker
 @pytest.mark.parametrize("wrong", ["yes", {}, {"keep": 0}, {"maxBytes": "2x"}, {"kept": 1}, []])
 def test_a_wrong_checkpoint_is_refused(engine: Engine, home: Path, wrong: object) -> None:
     write_config(home, checkpoint=wrong)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Engine, write_config
+from conftest import ROOT, Engine, on_docker, write_config
 from network import inspected
 
 import sandbox
@@ -151,6 +151,7 @@ def test_without_an_engine_there_is_one_error_with_a_remedy(
     assert out == "" and err.splitlines() == [f"sandbox: {NO_ENGINE}", "  install docker or podman"]
 
 
+@on_docker
 def test_options_may_follow_the_bare_name(engine: Engine, project: Path, name: str) -> None:
     answer = engine.sandbox("-n", name, "--rm-on-exit", "-x", "echo", "bare")
     assert (answer.returncode, answer.stdout) == (0, "bare\n"), answer.stderr
@@ -324,6 +325,7 @@ def test_bash_completes(tmp_path: Path, words: list[str], offered: list[str]) ->
     assert not (tmp_path / "ran").exists()
 
 
+@on_docker
 def test_a_path_follows_the_name_of_a_session(engine: Engine, project: Path, name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "touch /tmp/x")
     script = f"""sandbox() {{ {" ".join(engine.sandbox_argv())} "$@"; }}
@@ -384,6 +386,7 @@ def test_the_printed_commands_do_what_run_does(engine: Engine, project: Path, ho
     assert paste(engine, again.stdout).stdout == expected.stdout
 
 
+@on_docker
 def test_secrets_are_masked_in_the_printed_commands(engine: Engine, project: Path,
                                                     name: str) -> None:
     variables = ["-e", "API_KEY=hush1", "-e", "DB_PASSWORD=hush2\nhush3", "-e", "MODEL=opus"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PYTHON, Engine, Process, Result, write_config
+from conftest import PYTHON, Engine, Process, Result, as_root_and_not, write_config
 from network import inspected
 from service import Service, wait_for
 from test_agents import IMAGE as AGENTS_IMAGE
@@ -170,6 +170,7 @@ def test_what_cannot_be_copied_is_named_and_left_out(copied: Copied, engine: Eng
     assert "not copied: " in made.stderr and "device" in made.stderr
 
 
+@as_root_and_not
 def test_a_hundred_thousand_files(copied: Copied, engine: Engine, name: str) -> None:
     script = ("import os\nfor n in range(100000):\n d = f'd{n % 500}'\n"
               " os.makedirs(d, exist_ok=True)\n open(f'{d}/{n}', 'w').write(str(n))")
@@ -178,6 +179,7 @@ def test_a_hundred_thousand_files(copied: Copied, engine: Engine, name: str) -> 
     assert copied.brought(name) == ["d7/more"]
 
 
+@as_root_and_not
 def test_directories_that_are_swapped_for_links_end_well(copied: Copied, engine: Engine, name: str,
                                                          ) -> None:
     """Somebody swaps all the time while it is copied: no byte of the host comes along.
@@ -201,6 +203,7 @@ def test_directories_that_are_swapped_for_links_end_well(copied: Copied, engine:
             assert 300 < int(seen) < 310  # nothing was found
 
 
+@docker_only
 def test_a_mode_is_for_good(copied: Copied, engine: Engine, home: Path, name: str) -> None:
     copied.run(name, "true")
     refused = engine.sandbox("run", "-n", name, "--copy", "-x", "touch made")
@@ -241,6 +244,7 @@ def test_it_survives_a_new_container_and_a_new_name(repository: Copied, engine: 
     assert not {volume, volume.replace("copy", "shadow")} & volumes(engine)
 
 
+@docker_only
 def test_it_never_becomes_one_of_another_directory(repository: Copied, engine: Engine, name: str,
                                                    ) -> None:
     """A merge would go there."""
@@ -255,6 +259,7 @@ def test_it_never_becomes_one_of_another_directory(repository: Copied, engine: E
     assert repository.brought(name) == ["work"]
 
 
+@as_root_and_not
 def test_a_duplicate_has_the_work_and_knows_what_was_merged(repository: Copied, engine: Engine,
                                                             name: str) -> None:
     repository.make(name, "echo 1 >merged")
@@ -270,6 +275,7 @@ def test_a_duplicate_has_the_work_and_knows_what_was_merged(repository: Copied, 
     assert (repository.project / "a").exists()
 
 
+@docker_only
 def test_the_way_back_says_which_is_a_copy(repository: Copied, engine: Engine, name: str) -> None:
     repository.make(name)
     repository.run(f"{name}-m", "true")
@@ -303,22 +309,29 @@ def test_a_full_disk_is_said_and_leaves_no_session(copied: Copied, engine: Engin
     assert volume not in volumes(engine)
 
 
+TRACED = {"SANDBOX_TRACE": "1"}
+
+
+def copy_of(engine: Engine, run: Process) -> str:
+    """The volume of the copy that a traced command makes, when it is there."""
+    assert run.stderr
+    line = next(line for line in run.stderr if "sandbox-copy-" in line and " run " in line)
+    found = re.search("sandbox-copy-[0-9a-f]{10}", line)
+    assert found
+    wait_for(lambda: found[0] in volumes(engine))
+    return found[0]
+
+
 def test_a_killed_seed_leaves_no_half_session(copied: Copied, engine: Engine, name: str) -> None:
     copied.write(large="x" * 30_000_000)
-    before = volumes(engine)
-    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env={"SANDBOX_TRACE": "1"})
-    assert run.stderr
-    for line in run.stderr:
-        if "sandbox-copy-" in line and " run " in line:
-            break
-    wait_for(lambda: any("-copy-" in volume for volume in volumes(engine) - before))
+    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env=TRACED)
+    left = copy_of(engine, run)
     run.kill()
     run.wait()
-    left = re.search("sandbox-copy-[0-9a-f]{10}", line)
-    assert left and name not in engine.sandbox("ps", "-q").stdout
+    assert name not in engine.sandbox("ps", "-q").stdout
     assert copied.make(name, "wc -c <large") == "30000000\n"
-    wait_for(lambda: engine.run("ps", "-q", "--filter", f"name={left[0]}").stdout == "")
-    engine.run("volume", "rm", left[0], left[0].replace("copy", "shadow"))
+    wait_for(lambda: engine.run("ps", "-aq", "--filter", f"name={left}").stdout == "")
+    engine.run("volume", "rm", left, left.replace("copy", "shadow"))
 
 
 def test_ctrl_c_while_it_is_copied_leaves_nothing(copied: Copied, engine: Engine, name: str,
@@ -326,16 +339,15 @@ def test_ctrl_c_while_it_is_copied_leaves_nothing(copied: Copied, engine: Engine
     with (copied.project / "large").open("wb") as file:
         for _ in range(100):
             file.write(bytes(10 << 20))
-    before = volumes(engine)
-    run = engine.popen("run", "-n", name, "--copy", "-x", "true")
-    wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
-    (copy, *_) = [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")]
+    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env=TRACED)
+    copy = copy_of(engine, run)
     run.send_signal(signal.SIGINT)
     assert run.wait() == 130
     assert copy not in volumes(engine)
     assert engine.run("ps", "-aq", "--filter", f"name={copy}").stdout == ""
 
 
+@docker_only
 def test_what_fails_half_way_loses_nothing_of_a_copy(repository: Copied, engine: Engine, name: str,
                                                      ) -> None:
     repository.make(name, "echo work >work")
@@ -348,6 +360,7 @@ def test_what_fails_half_way_loses_nothing_of_a_copy(repository: Copied, engine:
     assert "holds work that was not merged" in engine.sandbox("rm", name).stderr
 
 
+@docker_only
 def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, name: str) -> None:
     repository.make(name, "echo work >work; git add work; git commit -qm work")
     refused = engine.sandbox("rm", name)
@@ -369,6 +382,7 @@ def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, n
     assert volume not in volumes(engine)
 
 
+@docker_only
 def test_the_snapshots_of_another_directory_change_nothing(repository: Copied, engine: Engine,
                                                            name: str) -> None:
     """As in a store that was another session's: in its eyes all that is there is new or gone."""
@@ -382,6 +396,7 @@ def test_the_snapshots_of_another_directory_change_nothing(repository: Copied, e
     assert "holds work that was not merged" in engine.sandbox("rm", name).stderr
 
 
+@docker_only
 def test_what_cannot_come_is_work_all_the_same(repository: Copied, engine: Engine, name: str,
                                                ) -> None:
     repository.make(name, "head -c 20000000 /dev/urandom >large; mkdir ignored; echo x >ignored/x")
@@ -413,6 +428,7 @@ def remove_behind(engine: Engine, name: str) -> None:
     assert "is gone" in engine.sandbox("run", "-n", name, "-x", "true").stderr
 
 
+@docker_only
 def test_what_a_lost_container_left_is_taken_only_for_the_same(repository: Copied, engine: Engine,
                                                                name: str) -> None:
     """The snapshots of a directory say nothing of a copy, or of another directory."""
@@ -436,6 +452,7 @@ def test_what_a_lost_container_left_is_taken_only_for_the_same(repository: Copie
     assert repository.brought(name) == ["b"] and repository.read("a") == TEXT
 
 
+@docker_only
 def test_a_copy_without_its_volume_is_not_merged(repository: Copied, engine: Engine, name: str,
                                                  ) -> None:
     """It would be made anew, and be empty: every file would go."""
@@ -470,6 +487,7 @@ except sandbox.SandboxError as error:
     return str(done.stdout)
 
 
+@docker_only
 def test_another_directory_begins_without_undos(copied: Copied, engine: Engine, name: str) -> None:
     copied.run(name, "echo agent >made", "--checkpoint")
     other = engine.directory()
@@ -495,6 +513,7 @@ def test_another_directory_begins_without_undos(copied: Copied, engine: Engine, 
     assert copied.brought(f"{name}-2") == ["work"]
 
 
+@docker_only
 def test_a_copy_that_was_not_made_from_here_is_not_lost_unasked(repository: Copied, engine: Engine,
                                                                 service: Service, name: str,
                                                                 ) -> None:
@@ -511,6 +530,7 @@ def test_a_copy_that_was_not_made_from_here_is_not_lost_unasked(repository: Copi
     engine.run("volume", "rm", copy, store)
 
 
+@docker_only
 def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, name: str) -> None:
     commit = "git commit -q --allow-empty -m"
     repository.make(name, f"git checkout -qb feature; {commit} one; {commit} two; "
@@ -535,10 +555,9 @@ def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, 
 def test_a_source_does_not_change_while_it_is_duplicated(copied: Copied, engine: Engine, name: str,
                                                          ) -> None:
     copied.make(name, "head -c 800000000 /dev/zero >large")
-    before = volumes(engine)
     with engine.popen("run", "-n", f"{name}-2", "--from", name, "-x", "stat", "-c", "%s", "large",
-                      ) as run:
-        wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
+                      env=TRACED) as run:
+        copy_of(engine, run)
         removed = engine.sandbox("rm", "-f", name)
         assert removed.returncode == 0 and "waiting for another command" in removed.stderr
         assert run.stdout and run.stdout.read() == "800000000\n"
@@ -558,6 +577,7 @@ def test_a_name_that_is_no_branch_gets_one(repository: Copied, engine: Engine, n
 # --- Merging ---
 
 
+@docker_only
 def test_two_copies_are_merged_with_what_the_person_did(repository: Copied, engine: Engine,
                                                         name: str) -> None:
     one, two = f"{name}-1", f"{name}-2"
@@ -590,6 +610,7 @@ def test_two_copies_are_merged_with_what_the_person_did(repository: Copied, engi
     assert repository.read("a") == "again\n2\nagain\n4\n5\nmine\n"
 
 
+@as_root_and_not
 def test_commits_come_as_a_branch_and_nothing_of_the_copy_runs(repository: Copied, engine: Engine,
                                                               name: str) -> None:
     """Everything that git obeys is in the copy, and would write a marker."""
@@ -641,6 +662,7 @@ def test_commits_come_as_a_branch_and_nothing_of_the_copy_runs(repository: Copie
     assert repository.git("log", "--format=%s", f"sandbox/{name}") == "more\nwork\nfirst\n"
 
 
+@docker_only
 def test_a_copy_of_a_linked_worktree_has_its_own_repository(engine: Engine, copied: Copied,
                                                             name: str) -> None:
     worktree = Worktree(engine)
@@ -691,6 +713,7 @@ def test_a_directory_that_leads_elsewhere_is_not_merged_into(repository: Copied,
     assert repository.brought(name) == ["work"]
 
 
+@docker_only
 def test_a_killed_merge_is_finished_by_the_next(copied: Copied, engine: Engine, name: str) -> None:
     count = 400
     for number in range(count):

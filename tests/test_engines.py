@@ -26,8 +26,11 @@ from conftest import (
     TOKEN,
     Engine,
     Process,
+    on_both_clients,
+    on_docker,
     write_config,
 )
+from service import free_port, wait_for
 
 import sandbox
 from sandbox import ENGINE_STATUS
@@ -112,7 +115,7 @@ def test_rm_removes_what_exists_and_names_what_does_not(engine: Engine, project:
     for suffix in ("a", "b"):
         engine.sandbox("run", "-n", name + suffix, "-x", "true")
     settings = engine.home / "sessions" / f"{name}a.json"
-    settings.parent.mkdir()
+    settings.parent.mkdir(exist_ok=True)
     os.chown(settings.parent, engine.uid, engine.gid)
     settings.write_text("{}")
     answer = engine.sandbox("rm", name + "a", name + "nope", name + "b")
@@ -212,7 +215,7 @@ def test_a_signal_ends_the_process_inside(
     wait_for(lambda: sleeping(engine, shared_session, mark) == 2)
     os.kill(run.pid, number)
     assert run.wait(60) == status
-    assert sleeping(engine, shared_session, mark) == 0
+    wait_for(lambda: sleeping(engine, shared_session, mark) == 0)
 
 
 def test_a_killed_program_that_ignores_the_signal_is_killed(engine: Engine, project: Path,
@@ -223,7 +226,7 @@ def test_a_killed_program_that_ignores_the_signal_is_killed(engine: Engine, proj
     wait_for(lambda: sleeping(engine, shared_session, mark) == 1)
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait(60) == 137
-    assert sleeping(engine, shared_session, mark) == 0
+    wait_for(lambda: sleeping(engine, shared_session, mark) == 0)
 
 
 def sleeping(engine: Engine, name: str, mark: str) -> int:
@@ -232,17 +235,10 @@ def sleeping(engine: Engine, name: str, mark: str) -> int:
     return engine.run("exec", name, "sh", "-c", each).stdout.splitlines().count(f"sleep {mark} ")
 
 
-def wait_for(condition: object, seconds: float = 30) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-
-
 # --- Environment ---
 
 
+@on_docker
 def test_the_six_steps_seen_from_inside(engine: Engine, project: Path, home: Path,
                                         name: str) -> None:
     files = {}
@@ -305,6 +301,7 @@ def test_names_that_the_client_reads_reach_the_container_only(engine: Engine, pr
     assert {n: seen.get(n) for n in values} == values, answer.stderr
 
 
+@on_docker
 def test_a_rotated_key_is_there_at_the_next_run(engine: Engine, project: Path, name: str) -> None:
     for key in ("old", "new"):
         env = engine.project / "keys.env"
@@ -326,7 +323,7 @@ def test_created_files_belong_to_the_person(engine: Engine, project: Path, name:
     assert answer.stdout.split()[0] not in ("", "unknown")
 
 
-@pytest.mark.parametrize("engine", ["docker"], indirect=True)
+@on_docker
 def test_created_files_belong_to_an_ordinary_user_of_a_rootful_engine(engine: Engine,
                                                                       name: str) -> None:
     project, home = engine.directory("sandbox-test"), engine.directory("sandbox-test")
@@ -340,7 +337,7 @@ def test_created_files_belong_to_an_ordinary_user_of_a_rootful_engine(engine: En
     assert status.st_uid != 0
 
 
-@pytest.mark.parametrize("engine", ["docker"], indirect=True)
+@on_docker
 def test_what_is_mounted_into_the_home_stays_the_hosts(engine: Engine, name: str) -> None:
     project, home, theirs = (engine.directory("sandbox-test") for _ in range(3))
     write_config(home, volumes=[f"{theirs}/key:/home/agent/.agent/key:ro",
@@ -367,6 +364,7 @@ def test_any_directory_is_mounted_at_the_same_path(engine: Engine, project: Path
     assert answer.stdout == f"{directory}\nyes", answer.stderr
 
 
+@on_docker
 def test_no_path_is_mounted_that_engines_read_in_another_way(engine: Engine, project: Path,
                                                              name: str) -> None:
     """Go makes U+FFFD of a byte that is not UTF-8; CSV makes one line feed of CR LF."""
@@ -501,6 +499,7 @@ def test_containment(engine: Engine, project: Path, name: str) -> None:
     assert json.dumps(inspect(engine, name)).count("PidsLimit") == 1
 
 
+@on_docker
 def test_a_first_run_makes_folders_that_are_private(engine: Engine, project: Path,
                                                     name: str) -> None:
     home = engine.directory() / "new" / "home"
@@ -525,10 +524,12 @@ def test_words_of_an_engine_or_a_directory_do_not_act_on_the_terminal(
 # --- Reuse ---
 
 
+@on_docker
 def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: Path,
                                            name: str) -> None:
     data = engine.directory()
-    engine.sandbox("run", "-n", name, "-p", "127.0.0.1:18081:80", "--memory", "512m", "-x", "true")
+    port = f"127.0.0.1:{free_port()}:80"
+    engine.sandbox("run", "-n", name, "-p", port, "--memory", "512m", "-x", "true")
     same = engine.sandbox("run", "-n", name, "-x", "true")
     assert (same.returncode, same.stderr) == (0, "")
     write_config(home, volumes=[f"{data}:/data"], imageVersion="2.0-common")
@@ -541,6 +542,7 @@ def test_a_difference_is_said_line_by_line(engine: Engine, project: Path, home: 
     assert "ports" not in other.stderr
 
 
+@on_docker
 def test_a_session_keeps_its_directory_and_profile(engine: Engine, project: Path, home: Path,
                                                    name: str) -> None:
     write_config(home, runs={"p": {"env": {"FROM_PROFILE": "yes"}}})
@@ -552,6 +554,7 @@ def test_a_session_keeps_its_directory_and_profile(engine: Engine, project: Path
     assert elsewhere.stdout == f"{project}\n" and "/usr is not mounted" in elsewhere.stderr
 
 
+@on_docker
 def test_arguments_reach_the_agent_the_container_was_created_with(
     engine: Engine, project: Path, home: Path, name: str
 ) -> None:
@@ -568,6 +571,7 @@ def test_arguments_reach_the_agent_the_container_was_created_with(
     assert engine.sandbox("-n", name).stdout == f"{expected}\n"
 
 
+@on_docker
 def test_a_yolo_shortcut_of_agent_d_sets_its_permission(engine: Engine, project: Path, home: Path,
                                                         name: str) -> None:
     program = project / "opencode"
@@ -618,7 +622,8 @@ def test_commands_that_begin_at_once_start_autostart_once(
     write_config(home, autostart="echo started >> started")
     engine.run("restart", "-t", "0", name)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = [pool.submit(engine.sandbox, "run", "-n", name, "-x", "sleep 1; cat started")
+        runs = [pool.submit(engine.sandbox, "run", "-n", name, "-x",
+                            "until [ -s started ]; do sleep 0.1; done; sleep 1; cat started")
                 for _ in range(4)]
         assert [run.result().stdout for run in runs] == ["started\n"] * 4
 
@@ -639,8 +644,8 @@ def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Pat
         terminal.expect("Keep it?")
         terminal.send("\n")
         assert terminal.wait() == 130
-    log = engine.sandbox("run", "-n", name, "-x", "cat /tmp/autostart.log").stdout
-    assert log == f"{project}\n"
+    cat = ("run", "-n", name, "-x", "cat /tmp/autostart.log")
+    assert wait_for(lambda: engine.sandbox(*cat).stdout) == f"{project}\n"
     assert not (project / "interrupted").exists()
     interrupt = ("for f in /proc/[0-9]*/cmdline; do "
                  "grep -q 'interrupte[d]' $f && kill -INT ${f//[^0-9]/}; done")
@@ -799,10 +804,11 @@ def test_the_host_network_is_the_hosts(engine: Engine, project: Path, name: str)
 
 def test_a_published_port_listens_on_loopback_only(engine: Engine, project: Path,
                                                    name: str) -> None:
-    engine.sandbox("run", "-n", name, "-p", "18734:80", "-x", "true")
+    port = free_port()
+    engine.sandbox("run", "-n", name, "-p", f"{port}:80", "-x", "true")
     bindings = json.dumps(inspect(engine, name)["HostConfig"])
-    assert '"HostIp": "127.0.0.1", "HostPort": "18734"' in bindings
-    taken = engine.sandbox("run", "-n", name + "2", "-p", "18734:80", "-x", "true")
+    assert f'"HostIp": "127.0.0.1", "HostPort": "{port}"' in bindings
+    taken = engine.sandbox("run", "-n", name + "2", "-p", f"{port}:80", "-x", "true")
     assert taken.returncode == 125 and "choose another host port" in taken.stderr
     assert name + "2" not in container_names(engine)
 
@@ -851,21 +857,37 @@ class SilentEngine:
             connection.close()
 
 
-# Whether the engine is rootless does not matter to its client, and each of these takes 20 seconds.
-@pytest.mark.parametrize("engine", ["docker", "podman"], indirect=True)
-def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, name: str) -> None:
+@pytest.fixture
+def impatient(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our command, which waits three seconds for an engine in place of twenty."""
+    app, ours = engine.directory(), engine.area / "app"
+    for path in ours.iterdir():
+        if path.name not in ("__pycache__", "sandbox.py"):
+            (app / path.name).symlink_to(path)
+    source = (ours / "sandbox.py").read_text()
+    assert "\nCALL_SECONDS = 20 " in source
+    (app / "sandbox.py").write_text(source.replace("\nCALL_SECONDS = 20 ", "\nCALL_SECONDS = 3 "))
+    monkeypatch.setattr(engine, "sandbox_argv", lambda *args: [PYTHON, str(app), *args])
+
+
+# Whether the engine is rootless does not matter to its client.
+@on_both_clients
+def test_an_engine_that_does_not_answer_is_said(engine: Engine, project: Path, name: str,
+                                                impatient: None) -> None:
     commands = (["ps"], ["rm", name], ["run", "-n", name, "-x", "true"], ["doctor"])
     with SilentEngine(engine) as silent, concurrent.futures.ThreadPoolExecutor() as pool:
         runs = [pool.submit(engine.sandbox, *command, env=silent.env) for command in commands]
         for command, answer in zip(commands, [run.result() for run in runs], strict=True):
             assert answer.returncode == (125 if command[0] == "run" else 1), answer
             assert f"{engine.runtime} " in answer.stdout + answer.stderr
-            assert "did not answer within 20 seconds" in answer.stdout + answer.stderr
-        assert silent.connections and not silent.clients(engine.runtime)
+            assert "did not answer within 3 seconds" in answer.stdout + answer.stderr
+        assert silent.connections
+        wait_for(lambda: not silent.clients(engine.runtime))
 
 
-@pytest.mark.parametrize("engine", ["docker"], indirect=True)
-def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name: str) -> None:
+@on_docker
+def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name: str,
+                                            impatient: None) -> None:
     folder = engine.directory()
     client = folder / engine.runtime
     client.write_text(
@@ -873,7 +895,7 @@ def test_a_client_that_is_stopped_is_killed(engine: Engine, project: Path, name:
         f"sleep 1000 & echo $! >>{folder}/pids\nkill -STOP $$\n")
     client.chmod(0o755)
     answer = engine.sandbox("ps", env={"PATH": f"{folder}:{engine.environ()['PATH']}"})
-    assert answer.returncode == 1 and "did not answer within 20 seconds" in answer.stderr
+    assert answer.returncode == 1 and "did not answer within 3 seconds" in answer.stderr
     left = [Path("/proc", pid, "stat") for pid in (folder / "pids").read_text().split()]
     assert len(left) == 2
     wait_for(lambda: all(not stat.exists() or ") Z " in stat.read_text() for stat in left))

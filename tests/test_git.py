@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import PATH, PYTHON, ROOT, Engine, Result
+from conftest import PATH, PYTHON, ROOT, Engine, Result, on_docker
 from service import Service
 from test_agents import IMAGE as AGENTS_IMAGE
 from test_agents import image as image
@@ -114,6 +114,7 @@ def test_git_works_in_a_linked_worktree(worktree: Worktree, git_image: list[str]
     assert (again.stdout, again.returncode) == ("five\n", 0), again.stderr
 
 
+@on_docker
 def test_a_configuration_that_is_no_file_makes_nobody_wait(worktree: Worktree, name: str) -> None:
     worktree.host(worktree.top, "config", "extensions.worktreeConfig", "true")
     os.mkfifo(worktree.admin / "config.worktree")
@@ -121,6 +122,7 @@ def test_a_configuration_that_is_no_file_makes_nobody_wait(worktree: Worktree, n
     assert ran.returncode and "config.worktree" in ran.stderr
 
 
+@on_docker
 def test_the_persons_stashes_stay(worktree: Worktree, git_image: list[str], name: str) -> None:
     """Those made inside are listed inside; taken back there they are gone, and no other is."""
     (worktree.top / "file").write_text("the person's")
@@ -135,6 +137,7 @@ def test_the_persons_stashes_stay(worktree: Worktree, git_image: list[str], name
     assert (worktree.top / "file").read_text() == "the person's"
 
 
+@on_docker
 def test_a_packed_branch_is_not_removed_from_inside(worktree: Worktree, git_image: list[str],
                                                     name: str) -> None:
     """It would be removed in a copy of the list alone, and from then on that would count inside."""
@@ -203,6 +206,7 @@ def test_a_worktree_of_any_name_at_any_path(engine: Engine, git_image: list[str]
     assert ran.stdout == f"## topic\n{odd.path}\n", ran.stderr
 
 
+@on_docker
 def test_a_worktree_of_a_bare_repository(worktree: Worktree, git_image: list[str], name: str,
                                          ) -> None:
     """Which has no logs, no index and its HEAD detached from all worktrees."""
@@ -217,6 +221,7 @@ def test_a_worktree_of_a_bare_repository(worktree: Worktree, git_image: list[str
     assert worktree.host(base / "bare", "log", "-1", "--format=%s", "leaf") == "inside\n"
 
 
+@on_docker
 def test_what_mounts_show_already_stays_as_it_is(worktree: Worktree, git_image: list[str],
                                                  name: str) -> None:
     """The repository that the person mounts is writable, as before; so is one that is the project.
@@ -230,6 +235,7 @@ def test_what_mounts_show_already_stays_as_it_is(worktree: Worktree, git_image: 
     assert worktree.host(worktree.top, "config", "a.b") == "c\n"
 
 
+@on_docker
 def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Worktree,
                                                  git_image: list[str], name: str) -> None:
     below = worktree.top / "below"
@@ -250,6 +256,7 @@ def test_a_folder_below_a_repository_gets_a_hint(engine: Engine, worktree: Workt
     assert "run from" in copy.stderr and "-v" not in copy.stderr  # it would be no copy then
 
 
+@on_docker
 def test_a_project_whose_repository_lies_elsewhere_gets_a_hint(engine: Engine, worktree: Worktree,
                                                                name: str) -> None:
     """A submodule, for one. What its .git says is not repeated as something to mount."""
@@ -425,6 +432,7 @@ def test_what_is_read_of_a_project_is_names_and_nothing_hangs(person: Path) -> N
     assert author(person)["GIT_AUTHOR_NAME"] == "Ann"
 
 
+@on_docker
 def test_author_and_zone_come_along_and_the_persons_variables_win(engine: Engine, project: Path,
                                                                   name: str) -> None:
     config = project / "global"
@@ -443,6 +451,7 @@ def test_author_and_zone_come_along_and_the_persons_variables_win(engine: Engine
     assert "GIT_AUTHOR_NAME=New Name" in ran.stdout and "EMAIL" not in ran.stdout
 
 
+@on_docker
 def test_author_and_zone_come_along_in_the_web(engine: Engine, home: Path, project: Path,
                                                name: str) -> None:
     config = project / "global"
@@ -462,6 +471,7 @@ def test_author_and_zone_come_along_in_the_web(engine: Engine, home: Path, proje
         service.end()
 
 
+@on_docker
 def test_a_worktree_is_mounted_in_the_web(worktree: Worktree, git_image: list[str], name: str,
                                           ) -> None:
     service = Service(worktree.engine)
@@ -540,6 +550,7 @@ def test_the_recipes_for_an_ssh_agent(worktree: Worktree, git_image: list[str], 
     assert worktree.host(worktree.path, *signed) == "G Setup Add a price\n"
 
 
+@on_docker
 def test_a_compiler_is_explained_and_pip_is_there(engine: Engine, git_image: list[str],
                                                   name: str) -> None:
     script = ("python3 -m venv venv && venv/bin/pip --version && make --version && printf "

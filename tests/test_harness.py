@@ -35,14 +35,14 @@ def test_what_tests_start_hears_every_signal() -> None:
 
 # --- Parts, side by side ---
 
-THREE_PARTS = """
+PARTS_CONF = """
 def pytest_addoption(parser):
     parser.addoption("--part")
 
 def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if config.getoption("part") in item.name]
 """
-THREE_TESTS = """
+PARTS_TESTS = """
 import os, pathlib, pytest, signal
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def pid():
 
 
 def write_tests(folder: Path, bodies: dict[str, str]) -> None:
-    (folder / "conftest.py").write_text(THREE_PARTS)
+    (folder / "conftest.py").write_text(PARTS_CONF)
     tests = [f"\ndef test_{part}(pid): {body}\n" for part, body in bodies.items()]
-    (folder / "test_it.py").write_text(THREE_TESTS + "".join(tests))
+    (folder / "test_it.py").write_text(PARTS_TESTS + "".join(tests))
 
 
 def collected(*options: str) -> list[str]:
@@ -81,7 +81,7 @@ def test_every_test_is_in_one_part() -> None:
 def test_a_run_fails_with_one_of_its_parts(tmp_path: Path, body: str, status: int,
                                            words: str) -> None:
     bodies = dict.fromkeys(PARTS, "pass") | {"podman": body}
-    write_tests(tmp_path, {part: text for part, text in bodies.items() if text})
+    write_tests(tmp_path, {part: body for part, body in bodies.items() if body})
     answer = subprocess.run(RUN, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert answer.returncode == status, answer.stdout
     assert words in answer.stdout and "\ndocker: status 0, 1 passed" in answer.stdout

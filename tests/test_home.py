@@ -52,8 +52,8 @@ def gone(engine: Engine, trace: str) -> bool:
     return not named(trace) & homes(engine)
 
 
-def said(engine: Engine, name: str, command: str, *options: str) -> str:
-    ran = engine.sandbox("run", "-n", name, *options, "-x", command)
+def said(engine: Engine, name: str, command: str, *options: str, **where: Any) -> str:
+    ran = engine.sandbox("run", "-n", name, *options, "-x", command, **where)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -95,6 +95,7 @@ def test_the_command_that_a_run_prints_keeps_the_home(engine: Engine, project: P
     assert first[1] not in homes(engine)
 
 
+@docker_only
 def test_what_is_given_takes_the_place_of_what_was_given(engine: Engine, project: Path, home: Path,
                                                          name: str) -> None:
     one, two = engine.directory(), engine.directory()
@@ -166,6 +167,7 @@ def test_who_uses_it_is_asked_about_and_told(engine: Engine, project: Path, home
         f"the session {name} was created anew by another command\n")
 
 
+@docker_only
 def test_env_files_and_the_names_of_variables_go_along(engine: Engine, project: Path, home: Path,
                                                        name: str) -> None:
     files = [home / "a.env", home / "b.env"]
@@ -213,6 +215,37 @@ def test_ctrl_c_while_it_is_created_anew_loses_nothing(engine: Engine, project: 
         assert [other for other in container_names(engine) if other.startswith(name)] == [name]
 
 
+def test_ctrl_c_finds_what_is_created_already(engine: Engine, project: Path, home: Path,
+                                              name: str) -> None:
+    (project / ".git").mkdir()
+    inner = project / "inner"
+    inner.mkdir()
+    inner.chmod(0o777)
+    id = said(engine, name, "echo kept >~/file; hostname", cwd=inner)
+    out, full = os.pipe()  # where it is to say something of git, between creation and return
+    os.set_blocking(full, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(full, bytes(4096))
+    os.set_blocking(full, True)
+    where = engine.where(cwd=inner)
+    with subprocess.Popen(engine.sandbox_argv("recreate", name), stderr=full, **where) as recreate:
+        os.close(full)
+        children = Path(f"/proc/{recreate.pid}/task/{recreate.pid}/children")
+
+        def is_created() -> bool:
+            ran = engine.run("exec", name, "hostname")
+            return ran.returncode == 0 and ran.stdout != id and not children.read_text()
+
+        wait_for(is_created)
+        recreate.send_signal(signal.SIGINT)
+        with open(out, errors="replace") as printed:
+            assert "Traceback" not in printed.read()
+        assert recreate.wait(60) == 130
+    assert [other for other in container_names(engine) if other.startswith(name)] == [name]
+    assert said(engine, name, "cat ~/file; hostname", cwd=inner) == f"kept\n{id}"
+
+
 class SlowDaemon(socketserver.ThreadingUnixStreamServer):
     """The way to docker's daemon: what creates a container comes there when it is let through,
     whether its client has waited or not.
@@ -249,13 +282,12 @@ def test_ctrl_c_waits_for_a_daemon_that_creates(engine: Engine, project: Path, h
         for words in (["recreate", name], ["run", "-n", f"{name}-2", "-x", "true"]):
             relay.came.clear()
             relay.through.clear()
-            made = engine.popen(*words, env={"DOCKER_HOST": f"unix://{path}"})
-            assert relay.came.wait(60)
-            made.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                made.wait(1)  # so long it is still to wait
-            relay.through.set()
-            assert made.wait(60) == 130
+            with engine.pty(*words, env={"DOCKER_HOST": f"unix://{path}"}) as made:
+                assert relay.came.wait(60)
+                made.send("\x03")  # it comes to the client as well
+                made.quiet()  # so long it is still to wait
+                relay.through.set()
+                assert made.wait(60) == 130
         relay.shutdown()
     assert said(engine, name, "cat ~/file") == "kept\n"
     assert [other for other in container_names(engine) if other.startswith(name)] == [name]
@@ -380,6 +412,7 @@ def test_a_session_with_another_name_is_the_same(engine: Engine, project: Path, 
     assert not list(home.rglob(f"{other}*"))
 
 
+@docker_only
 def test_a_name_that_it_has_is_no_new_name(engine: Engine, project: Path, home: Path,
                                            name: str) -> None:
     said(engine, name, "echo kept >~/file")
@@ -388,6 +421,7 @@ def test_a_name_that_it_has_is_no_new_name(engine: Engine, project: Path, home: 
     assert said(engine, name, "cat ~/file") == "kept\n"
 
 
+@docker_only
 def test_a_limit_can_be_taken_back(engine: Engine, project: Path, home: Path, name: str) -> None:
     said(engine, name, "true", "--memory", "256m", "--cpus", "1", "--pids-limit", "500")
     recreated(engine, name, "--memory", "", "--pids-limit", "")
@@ -409,7 +443,7 @@ def test_an_open_run_follows_a_rename(engine: Engine, name: str) -> None:
         terminal.expect(f"the container {other} is still there")
         terminal.expect("Keep it?")
         terminal.send("n\n")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(60) == 0
     assert engine.sandbox("ps", "-q").stdout.split().count(other) == 0
     assert "sleep 1000" in engine.sandbox("ps", name).stdout
     engine.sandbox("rm", "-f", name)

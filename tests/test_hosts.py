@@ -3,6 +3,7 @@
 import http.client
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,13 @@ def test_a_host_that_does_not_answer_is_one_line(there: Elsewhere, home: Path, n
         (line,) = listed.stderr.splitlines()
         assert line.startswith("sandbox: far did not answer: ")
         service = Service(engine, env=there.environ)
-        rows = {row["name"]: row for row in service.get("/api/sessions").json}
-        assert rows["@far"]["state"] == "unreachable" and "far did not" in rows["@far"]["why"]
-        assert rows[f"{name}@lab"]["host"] == "lab"
+
+        def rows() -> dict[str, Any]:
+            return {row["name"]: row for row in service.get("/api/sessions").json}
+
+        assert rows()["@far"]["state"] == "unreachable"
+        wait_for(lambda: "far did not answer" in rows()["@far"]["why"])
+        assert rows()[f"{name}@lab"]["host"] == "lab"
         assert service.get(f"/api/sessions/{name}%40lab").json["state"] == "running"
         job = service.job(f"{name}@lab", "echo there")
         assert service.ended(job)["exit"] == 0
@@ -220,6 +225,47 @@ def test_a_cut_connection_is_no_end(there: Elsewhere, name: str, engine: Engine)
         assert f"sleep {marks}" in shown.stdout, shown.stderr
     failed = there.sandbox("run", "-n", f"{name}@big", "-x", "exit 1")
     assert (failed.returncode, failed.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_job_goes_on_when_it_was_cut(there: Elsewhere, name: str, engine: Engine,
+                                       host: str) -> None:
+    """Its output is complete when the host is back, and it was run once; so with one that has
+    ended meanwhile, and one whose session was stopped.
+    """
+    full = f"{name}@{host}"
+    there.sandbox("run", "-r", host, "-n", name, "-x", "true")
+    service = Service(engine, env=there.environ)
+
+    def output(job: Any, stream: str = "") -> str:
+        path = f"/api/sessions/{full}/jobs/{job['id']}/output?stream={stream}"
+        return service.get(path).body.decode()
+
+    def began(job: Any, said: str) -> bool:
+        return said in output(job)
+
+    try:
+        first = service.job(full, "echo began; echo once >>/tmp/runs; "
+                            "until [ -e /tmp/go ]; do sleep 0.1; done; "
+                            "for i in $(seq 20000); do echo $i; done; echo bad >&2; exit 7")
+        second = service.job(full, "echo on; exec sleep 1000")
+        for job, said in ((first, "began"), (second, "on")):
+            wait_for(partial(began, job, said))
+        there.cut()
+        assert there.sandbox("run", "-n", full, "-x", "touch /tmp/go").returncode == 0
+        ended = service.ended(first)
+        assert (ended["exit"], ended["state"]) == (7, "ended"), ended
+        lines = ["began", *map(str, range(1, 20001))]
+        assert output(first, "stdout") == "".join(f"{line}\n" for line in lines)
+        assert output(first, "stderr") == "bad\n"
+        kept = there.sandbox("run", "-n", full, "-x", "cat /tmp/runs; ls /run/sandbox/jobs")
+        assert kept.stdout.split("\n")[0] == "once" and kept.stdout.count("\n") == 3, kept.stdout
+        now = service.get(f"/api/sessions/{full}/jobs/{second['id']}").json
+        assert now["state"] == "running"
+        assert there.sandbox("stop", full).returncode == 0
+        assert service.ended(second)["exit"] == 137
+    finally:
+        service.end()
 
 
 def test_a_port_reaches_this_machine(there: Elsewhere, name: str, engine: Engine) -> None:

@@ -92,7 +92,7 @@ def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
     polite, stubborn = service.ended(polite), service.ended(stubborn)
     assert (polite["state"], polite["exit"]) == ("cancelled", 3)
     assert stubborn["state"] == "cancelled" and stubborn["exit"] != 0
-    assert sleeping(service.engine, name, "98765") == 0
+    wait_for(lambda: sleeping(service.engine, name, "98765") == 0)
     assert service.request("DELETE", f"{path}/{polite['id']}").status == 409
 
 
@@ -763,6 +763,7 @@ def test_on_a_full_disk_nothing_is_half_written(engine: Engine, service: Service
     service.ended(service.job(name, "test $A = before"))
 
 
+@docker_only
 def test_words_in_a_message_are_not_taken_for_its_meaning(service: Service, name: str) -> None:
     """A full disk is known by the number of its error, whatever a name in a message says."""
     body = {"name": name, "directory": str(service.engine.project), "profile": "plain"}

@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from conftest import IMAGE, Engine, Result, unique_name, write_config
+from conftest import IMAGE, Engine, Result, on_docker, unique_name, write_config
 from network import add_names, inspected, proxy_of, shown_network
 from service import Service, wait_for
-from test_agents import ONCE, SCREENS, START_SECONDS, image, on_docker, type_prompt
+from test_agents import (
+    ONCE,
+    SCREENS,
+    START_SECONDS,
+    image,
+    type_prompt,
+    type_words,
+)
 from test_broker import ASK, TABLE, VENDORS, Ca, ca, equip
 
 import sandbox
@@ -180,12 +187,14 @@ class Hidden:
 
     def start_vendors(self) -> None:
         self.proxy, self.vendors = proxy_of(self.engine, self.name), f"{unique_name()}-vendors"
+        (self.directory / "ready").unlink(missing_ok=True)
         add_names(self.engine, self.proxy, dict.fromkeys(VENDORS, "127.0.0.1"))
         made = self.engine.run(
             "run", "-d", "--init", "--name", self.vendors, "--network", f"container:{self.proxy}",
             "-v", f"{self.directory}:/stub", "-e", "PYTHONDONTWRITEBYTECODE=1", IMAGE, "python3",
             "/stub/vendor_stub.py", "/stub")
         assert made.returncode == 0, made.stderr
+        wait_for((self.directory / "ready").exists)
 
     @property
     def where(self) -> dict[str, Any]:
@@ -476,6 +485,7 @@ def test_a_stopped_session_has_its_keys_when_it_starts_again(hidden: Hidden) -> 
     assert hidden.ask().stdout.startswith("200 ")
 
 
+@on_docker
 def test_a_changed_key_is_there_with_the_next_run(hidden: Hidden) -> None:
     before = hidden.env_file.read_text()
     try:
@@ -509,6 +519,7 @@ def test_the_broker_needs_no_rule_and_is_no_other_way_out(engine: Engine, ca: Ca
         hidden.end()
 
 
+@on_docker
 def test_an_open_session_is_no_allowlist(hidden: Hidden) -> None:
     rows = json.loads(hidden.sandbox("ps", "--json").stdout)
     (row,) = [row for row in rows if row["name"] == hidden.name]
@@ -518,12 +529,14 @@ def test_an_open_session_is_no_allowlist(hidden: Hidden) -> None:
     assert hidden.sandbox("prune", "--dry-run").stdout.find(hidden.proxy) < 0
 
 
+@on_docker
 def test_what_stays_visible_is_said(hidden: Hidden) -> None:
     ran = hidden.run("-e", "GITHUB_TOKEN=ghp", "-e", "PLAIN=1", "-x", "echo $GITHUB_TOKEN")
     assert ran.stdout == "ghp\n"
     assert f"what runs in {hidden.name} sees GITHUB_TOKEN" in ran.stderr
 
 
+@on_docker
 def test_a_refusal_of_the_broker_is_told(hidden: Hidden) -> None:
     asks = (r"printf 'POST /anthropic/v1/%s HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             r"Content-Length: 0\r\n\r\n' {} | nc 127.0.0.1 3129 >/dev/null")
@@ -603,6 +616,7 @@ def test_nothing_starts_half_hidden(engine: Engine, home: Path, project: Path, n
     assert name not in engine.sandbox("ps", "-q").stdout.split()
 
 
+@on_docker
 def test_an_image_without_the_broker_is_named_with_the_remedy(engine: Engine, home: Path,
                                                               project: Path, name: str) -> None:
     container, old = unique_name(), f"localhost/{unique_name()}"
@@ -710,6 +724,7 @@ def test_counts_that_cannot_be_read_are_told_and_begin_anew(measured: Hidden) ->
     assert entry["days"] == {} and entry["left"] == {"tokens": 1}
 
 
+@on_docker
 def test_the_web_service_tells_what_was_used_and_raises_a_budget(measured: Hidden) -> None:
     assert measured.ask().stdout.startswith("200 ")
     measured.engine.home = measured.home
@@ -820,11 +835,7 @@ def test_before_each_prompt_of_an_agent_on_a_terminal_there_is_a_checkpoint(
         with engine.pty(*hidden.argv("-y", agent), **hidden.where) as terminal:
             terminal.expect(SCREENS[agent][0], timeout=START_SECONDS)
             for path in (one, two):
-                terminal.quiet(2)
-                terminal.send(f"please run: touch {path.name}")
-                terminal.expect(path.name)
-                terminal.quiet()
-                terminal.send("\r")
+                type_words(terminal, f"please run: touch {path.name}", path.name)
                 wait_for(path.exists, START_SECONDS)
             turns = json.loads(hidden.sandbox("log", hidden.name, "--json").stdout)
             assert [turn["what"] for turn in turns].count("prompt") == 2, turns

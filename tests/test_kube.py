@@ -4,12 +4,15 @@ starts it. On the other engines nothing here would be decided.
 
 import concurrent.futures
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import secrets
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ from conftest import IMAGE_NAME, ROOT, Engine, Result, write_config
 from service import Service, wait_for
 from test_agents import IMAGE as AGENTS_IMAGE
 from test_agents import build, prompted, stub_config, texts
+from test_network import decisions
 
 import sandbox_kube
 
@@ -47,7 +51,7 @@ class Cluster(Engine):
         hosts = {name: {"runtime": "kubectl", "context": context, "namespace": namespace}
                  for name, context, namespace in (
                      ("k8s", "admin", "agents"), ("person", "person", "agents"),
-                     ("closed", "person", "closed"))}
+                     ("closed", "person", "closed"), ("strict", "person", "strict"))}
         write_config(self.home, **{"imageName": IMAGE_NAME, "imageVersion": VERSION,
                                    "hosts": hosts, "host": "k8s", **keys})
 
@@ -276,6 +280,186 @@ def test_a_claim_is_what_the_host_says(cluster: Cluster, name: str) -> None:
             for claim in claims} == {("other", "7Gi")}
 
 
+# --- Network and keys ---
+
+LAN = "10.217.77.1"  # this machine in the bed's network, where pods get by way of their nodes
+KEY = f"sk-ant-api03-{secrets.token_hex(8)}"
+MODEL = f"""
+import http.server, sys
+import model_stub
+
+class Handler(model_stub.Handler):
+    def do_POST(self):
+        super().do_POST() if self.headers["x-api-key"] == KEY else self.send_error(401)
+
+KEY = sys.stdin.readline().strip()
+server = http.server.ThreadingHTTPServer(("{LAN}", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+# What root tries to get out, of probe.py, and a prompt as an agent sends it, with its status.
+TRY = (ROOT / "tests" / "probe.py").read_text().partition("\ndef main()")[0] + """
+tries = [*direct(sys.argv[1], sys.argv[2:]), *network_administration(),
+         *(row for row in shared_directory(True) if "listener" not in row[0])]
+for change in ("set eth0 up", "delete eth0"):
+    tries.append((change, "failed", lambda: shell(f"ip link {change}")))
+for title, expected, action in tries:
+    if title != "interfaces" and outcome(action) not in expected.split("|"):
+        print(title, outcome(action))
+print(len(tries) > 60)
+"""
+ASK = """
+import os, urllib.error, urllib.request
+def status(url, data=None, **headers):
+    request = urllib.request.Request(url, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            answer.read()
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+prompt = b'{"model": "stub", "messages": [{"role": "user", "content": "say it"}]}'
+print(status(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", prompt,
+             **{"x-api-key": os.environ["ANTHROPIC_API_KEY"]}), status(os.environ["MODEL"]))
+"""
+
+
+@pytest.fixture
+def model(cluster: Cluster) -> Iterator[str]:
+    """Host and port of a model that wants KEY."""
+    with subprocess.Popen(["nsenter", "--net=/run/netns/sbxk-lan", sys.executable, "-c", MODEL],
+                          env={**os.environ, "PYTHONPATH": str(ROOT / "tests")}, text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL) as stub:
+        assert stub.stdin and stub.stdout
+        stub.stdin.write(f"{KEY}\n")
+        stub.stdin.flush()
+        yield f"{LAN}:{stub.stdout.readline().strip()}"
+        stub.kill()
+
+
+def test_an_allowlist_holds_and_a_hidden_key_stays_hidden(cluster: Cluster, name: str,
+                                                          model: str) -> None:
+    (cluster.home / "keys.env").write_text(f"ANTHROPIC_API_KEY={KEY}\n"
+                                           f"ANTHROPIC_BASE_URL=http://{model}\n")
+    (cluster.project / "ask.py").write_text(ASK)
+    (cluster.project / "try.py").write_text(TRY)
+    run = ("run", "-n", name, "--ef", str(cluster.home / "keys.env"), "-e", f"MODEL=http://{model}")
+
+    def ask() -> str:
+        return cluster.must(*run, "-x", "python3 ask.py").stdout
+
+    first = cluster.must(*run, "--allow", model, "--keys", "hidden", "-x", "python3 ask.py")
+    assert first.stdout == "200 200\n"
+    # Root reaches nothing: API server, nodes and kubelets, the proxy and other pods.
+    beside = cluster.kubectl("get", "pods", "-l", "sandbox.proxy", "-o",
+                             "jsonpath={.items[*].status.podIP}")
+    tried = cluster.must(*run, "-x", "python3", "try.py", LAN, "10.217.77.11", "10.217.77.12",
+                         "10.96.0.1", beside).stdout
+    assert beside and tried == "True\n"
+    # The key is in no object, and nowhere in the pod.
+    seen = cluster.must(*run, "-x", "env; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline; "
+                        "find /home /run /tmp /etc -type f -exec cat {} +").stdout
+    assert "ANTHROPIC_API_KEY=" in seen and KEY not in seen
+    assert KEY not in cluster.kubectl("get", "pods,configmaps,pvc,events", "-o", "yaml")
+    assert KEY not in cluster.kubectl("logs", "-l", "sandbox.proxy", "--tail=-1")
+    # Rules change at once, and what was refused is told.
+    service = Service(cluster)
+    try:
+        rules = f"/api/sessions/{name}@k8s/network"
+        assert service.post(rules, {"deny": model}).json == {"allow": [], "deny": [model]}
+        refused = cluster.must(*run, "-x", "python3 ask.py")
+        assert refused.stdout == "200 403\n" and "sandbox net allow" in refused.stderr
+        said = next(row for row in decisions(service, f"{name}@k8s") if row["verdict"] == "deny")
+        assert said["host"] == LAN
+        assert service.post(rules, {"allow": model}).json == {"allow": [model]}
+    finally:
+        service.end()
+    assert '"verdict": "deny"' in cluster.must("net", "log", name).stdout
+    # A budget holds, and what was used is known of a pod that is gone.
+    cluster.must("budget", name, "1tokens")
+    assert ask() == "402 200\n"
+    cluster.must("budget", name, "")
+    # The proxy comes back elsewhere.
+    proxy = cluster.kubectl("get", "pods", "-l", "sandbox.proxy", "-o", "name").strip()
+    cluster.kubectl("delete", proxy, "--force", "--grace-period=0")
+    [row] = json.loads(cluster.must("ps", "--json", "--on", "k8s").stdout)
+    assert row["network"] == "cut" and row["keys"] == "hidden"
+    assert ask() == "200 200\n"
+    cluster.must("stop", name)
+    assert '"verdict": "deny"' in cluster.must("net", "log", name).stdout
+    cluster.must("start", name)
+    assert ask() == "200 200\n"
+    cluster.must("recreate", "-f", name, "--memory", "256m")
+    assert ask() == "200 200\n"
+    [used] = json.loads(cluster.must("usage", name, "--json").stdout)
+    [day] = used["days"].values()
+    assert day["models"]["stub"]["requests"] == 5
+    cluster.must("rm", "-f", name)
+    wait_for(lambda: not cluster.left(), 60)
+    assert not cluster.must("prune", "--on", "k8s").stdout
+
+
+STRICT = """
+apiVersion: v1
+kind: Namespace
+metadata: {name: strict}
+---
+apiVersion: policy/v1beta1
+kind: PodSecurityPolicy
+metadata:
+  name: strict
+  annotations: {seccomp.security.alpha.kubernetes.io/allowedProfileNames: "*"}
+spec:
+  allowedCapabilities: [AUDIT_WRITE, CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID]
+  volumes: ["*"]
+  seLinux: {rule: RunAsAny}
+  runAsUser: {rule: RunAsAny}
+  supplementalGroups: {rule: RunAsAny}
+  fsGroup: {rule: RunAsAny}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: strict, namespace: strict}
+rules:
+- {apiGroups: [policy], resources: [podsecuritypolicies], resourceNames: [strict], verbs: [use]}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: strict, namespace: strict}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: strict}
+subjects: [{kind: Group, apiGroup: rbac.authorization.k8s.io, name: "system:authenticated"}]
+"""
+
+
+def test_a_network_that_cannot_be_cut_off_is_refused(cluster: Cluster, name: str) -> None:
+    """In a namespace that forbids NET_ADMIN, as the baseline of Pod Security does."""
+    cluster.kubectl("apply", "--validate=false", "-f", "-", "-n", "strict", input=STRICT)
+    role = cluster.must("doctor", "--role", "--on", "strict").stdout
+    cluster.kubectl("apply", "-n", "strict", "-f", "-", input=role)
+    cluster.kubectl("create", "rolebinding", "sandbox", "--role", "sandbox", "--user", "person",
+                    "-n", "strict")
+    here = ("run", "-n", name, "--on", "strict")
+    for asked in (["--net", "none"], ["--allow", "a.example"]):
+        refused = cluster.must(*here, *asked, "-x", "true", status=125)
+        assert "an administrator allows it in the namespace" in refused.stderr, refused.stderr
+    said = cluster.must(*here, "--keys", "hidden", "-x", "cat here")
+    assert said.stdout == "ours\n"
+    cluster.must("rm", "-f", f"{name}@strict")
+    cluster.must("prune", "--on", "strict")
+    there = ("get", "pods,configmaps,pvc", "-n", "strict")
+    wait_for(lambda: "sandbox-" not in cluster.kubectl(*there), 60)
+
+
+def test_no_network_is_none(cluster: Cluster, name: str) -> None:
+    (cluster.project / "out.py").write_text(
+        "import socket; print(socket.socket().connect_ex(('10.217.77.11', 6443)))")
+    shown = cluster.must("run", "-n", name, "--net", "none", "-x", "python3 out.py; "
+                         "ip route add default dev eth0 2>&1 || cat /proc/net/route")
+    assert shown.stdout.startswith(f"{errno.ENETUNREACH}\nip: ") and "eth0" not in shown.stdout
+
+
 # --- Faults ---
 
 
@@ -367,8 +551,7 @@ def test_an_image_that_no_node_has(cluster: Cluster, name: str) -> None:
 
 
 def test_what_a_cluster_cannot_is_refused(cluster: Cluster, name: str) -> None:
-    for asked in (["--net", "host"], ["--net", "none"], ["--allow", "a.example"],
-                  ["--keys", "hidden"], ["--pids-limit", "9"]):
+    for asked in (["--net", "host"], ["--pids-limit", "9"]):
         refused = cluster.must("run", "-n", name, *asked, "-x", "true", status=125)
         assert "a cluster cannot give a session" in refused.stderr, refused.stderr
     refused = cluster.must("build", "--on", "k8s", "--iv", "1.0-common", status=1)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import ROOT
+from service import wait_for
 
 import sandbox
 import sandbox_hosts
@@ -248,12 +250,77 @@ def test_a_bundle_that_never_ends(far: Far, command: str, said: str) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_list_that_never_ends(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_never_ends(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a list, and of whatever else is asked without a bound of its own."""
+    endless = ["cat", "/dev/zero"]
+    monkeypatch.setattr(sandbox, "ANSWER_BYTES", 1 << 20)
     monkeypatch.setattr(sandbox_hosts, "engine_on", lambda *_: far)
-    monkeypatch.setattr(sandbox_hosts, "LIST_BYTES", 1 << 20)
-    monkeypatch.setattr(sandbox, "containers_argv", lambda _: ["cat", "/dev/zero"])
+    monkeypatch.setattr(sandbox, "containers_argv", lambda _: endless)
     monkeypatch.setattr(sandbox, "engines_here", lambda _: [])
-    monkeypatch.setattr(sandbox, "list_sessions", lambda _: [])
-    config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None)
-    assert sandbox_hosts.list_everywhere(config, {}) == (
+    monkeypatch.setattr(sandbox, "list_containers", lambda _: (sandbox.Docker(), []))
+    config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None, image="none")
+    assert sandbox_hosts.list_everywhere(config, sandbox.session_rows, None) == (
         [], {"big": "big did not answer: it answers nonsense"})
+    monkeypatch.setattr(far, "closed_argv", lambda *_, **__: endless)
+    monkeypatch.setattr(far, "exec_argv", lambda *_, **__: endless, raising=False)
+    monkeypatch.setattr(far, "diagnose", lambda _: "", raising=False)
+    with pytest.raises(SandboxError):
+        sandbox_hosts.owner_there(far.engine, config, "/srv")
+    sandbox_hosts.check_cut(far.engine, far.session, "tag")
+    assert sandbox.first_answer([far.engine], lambda _: sandbox.Output(endless))[1] == 137
+
+
+def test_a_list_waits_for_no_dead_host(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked aside, later and later; when it answers again the list is whole."""
+    fifo = far.area / "answers"
+    os.mkfifo(fifo)
+    asked = list[int]()
+
+    def argv(_: object) -> list[str]:
+        asked.append(1)
+        return ["cat", str(fifo)]
+
+    rows = [{"name": "one@big", "state": "running", "labels": {}}]
+    monkeypatch.setattr(sandbox_hosts, "LIST_SECONDS", 600)
+    monkeypatch.setattr(sandbox_hosts, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(sandbox_hosts, "FIRST_ASK_SECONDS", 0)
+    monkeypatch.setattr(sandbox_hosts, "engine_on", lambda *_: far)
+    monkeypatch.setattr(sandbox, "containers_argv", argv)
+    monkeypatch.setattr(sandbox, "engines_here", lambda _: [])
+    monkeypatch.setattr(sandbox, "list_containers",
+                        lambda _: (sandbox.Docker(), [{"name": "here"}]))
+    monkeypatch.setattr(sandbox, "read_containers", lambda *_: rows)
+    config: Any = SimpleNamespace(get=lambda _: {"big": {}}, given=lambda _: None)
+    hosts = dict[str, sandbox_hosts.Listed]()
+
+    def listed() -> tuple[list[str], str]:
+        found, lost = sandbox_hosts.list_everywhere(config, lambda _, rows: [*rows], hosts)
+        return [row["name"] for row in found], lost.get("big", "")
+
+    def answer() -> bool:
+        """Answer who has asked; whether nobody asks."""
+        with suppress(OSError):
+            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+        thread = hosts["big"].thread
+        return not (thread and thread.is_alive())
+
+    def answered() -> tuple[list[str], str]:
+        answer()
+        return listed()
+
+    assert listed() == (["here"], "big has not answered yet")
+    wait_for(lambda: answered() == (["here", "one@big"], ""))
+    wait_for(answer)
+    monkeypatch.setattr(sandbox, "read_containers", lambda *_: {"": []}["lies"])
+    hosts["big"].pause = 600
+    wait_for(lambda: answered()[1])
+    names, why = listed()
+    assert names == ["here"] and why.startswith("big did not answer: "), why
+    assert why.endswith(" it had one@big running") and hosts["big"].pause == 300
+    before = len(asked)
+    assert listed() == (names, why) and len(asked) == before  # it is left alone
+    monkeypatch.setattr(sandbox, "read_containers", lambda *_: rows)
+    hosts["big"].again = 0
+    assert listed() == (names, why)  # and nobody waits while it is asked again
+    wait_for(lambda: answered() == (["here", "one@big"], ""))
+    wait_for(answer)

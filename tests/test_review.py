@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Engine, Terminal, write_config
+from conftest import ROOT, Engine, Terminal, on_docker, write_config
 from service import wait_for
 from test_agents import IMAGE, STUB_ANSWERS, image, write_stub_config
 from test_shadow import State, Workspace, names, workspace
@@ -341,6 +341,7 @@ def test_a_turn_is_shown_undone_and_redone(review: Review) -> None:
     assert again | {path: after[path] for path in (b"both", b"mine")} == after
 
 
+@on_docker
 def test_a_conflict_is_named_and_left(review: Review) -> None:
     review.write({"fight": "x\n", "other": "x\n"})
     review.turn("echo agent >fight; echo agent >other")
@@ -353,6 +354,7 @@ def test_a_conflict_is_named_and_left(review: Review) -> None:
     assert (review.top / "other").read_text() == "x\n"
 
 
+@on_docker
 def test_turns_and_paths_are_found_from_anywhere(review: Review) -> None:
     review.write({"src/deep/a": "0\n"})
     first = review.turn("echo 1 >src/deep/a; echo 1 >b")
@@ -376,6 +378,7 @@ def test_turns_and_paths_are_found_from_anywhere(review: Review) -> None:
     assert (src / "deep" / "a").read_text() == "0\n"
 
 
+@on_docker
 def test_no_name_and_no_content_is_more_than_text(review: Review, workspace: Workspace) -> None:
     """Review.call() looks at all that is printed."""
     review.turn("true")
@@ -393,6 +396,7 @@ def test_no_name_and_no_content_is_more_than_text(review: Review, workspace: Wor
     review.call("undo", "-2", "--dry-run")
 
 
+@on_docker
 def test_what_a_real_agent_did_is_taken_back(engine: Engine, home: Path, project: Path, name: str,
                                              image: str) -> None:
     write_stub_config(engine, home)
@@ -419,6 +423,7 @@ def test_what_a_real_agent_did_is_taken_back(engine: Engine, home: Path, project
     assert review.state() | {b"notes": after[b"notes"]} == after
 
 
+@on_docker
 def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     review.turn("echo 1 >first")
     waits = "echo >second; until [ -e done ]; do sleep 0.1; done; sudo rm done; echo >third"
@@ -448,6 +453,7 @@ def test_a_turn_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     assert {*review.state()} == {b".", b"first"}
 
 
+@on_docker
 def test_a_turn_beside_one_that_runs_is_undone_when_one_says_so(review: Review) -> None:
     """It began first, and what it did since is among the other's changes."""
     waits = "echo >first; until [ -e done ]; do sleep 0.1; done; sudo rm done"
@@ -475,6 +481,7 @@ def test_what_died_is_beside_nothing_that_began_later(state: str, beside: list[s
     assert turns[1]["beside"] == beside
 
 
+@on_docker
 def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, project: Path,
                                                   name: str, image: str) -> None:
     write_config(home, imageName=image.partition(":")[0], network="none")
@@ -503,6 +510,7 @@ def test_a_merge_is_taken_back_from_the_directory(engine: Engine, home: Path, pr
     assert {*review.state()} == {*merged}, "of the copy"
 
 
+@on_docker
 def test_a_mistake_in_the_configuration_keeps_nobody_from_it(review: Review) -> None:
     """It is said once; and no turn goes that the person may have wanted to keep."""
     for number in range(3):
@@ -541,6 +549,7 @@ BAD = [("diff", "nope", 1, "nothing has changed at nope"), ("diff", "-9", 1, "th
        ("undo", "nope", 1, "nothing is to change at nope")]
 
 
+@on_docker
 def test_a_mistake_is_said_and_nothing_is_done(review: Review) -> None:
     for command in ("diff", "undo", "redo"):
         review.call(command, fails=1)

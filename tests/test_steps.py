@@ -124,7 +124,7 @@ def test_what_is_interrupted_ends_and_says_so(tmp_path: Path, number: int, statu
                  **where(tmp_path)) as process:
         assert fifo.read_text() == "ready\n"
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == status and "was interrupted" in err
     assert not (tmp_path / "half").exists() and logs(tmp_path) == []
 

@@ -5,8 +5,9 @@ import termios
 from pathlib import Path
 
 import pytest
-from conftest import Engine, Terminal, write_config
-from test_engines import container_names, sleeping, wait_for
+from conftest import Engine, Terminal, on_docker, write_config
+from service import wait_for
+from test_engines import container_names, sleeping
 
 PROMPT = "Keep it? [y] "
 
@@ -28,6 +29,7 @@ def leave(terminal: Terminal, answer: str) -> int:
     return terminal.wait()
 
 
+@on_docker
 def test_y_keeps_the_container_and_passes_the_status(engine: Engine, agent: str, name: str) -> None:
     with engine.pty("run", "-n", name, "-y", "c") as terminal:
         terminal.expect(agent)
@@ -38,6 +40,7 @@ def test_y_keeps_the_container_and_passes_the_status(engine: Engine, agent: str,
     assert f"sandbox run -n {name} -- -c" in terminal.output
 
 
+@on_docker
 def test_n_removes_the_container(engine: Engine, agent: str, name: str) -> None:
     with engine.pty("run", "-n", name, "-y", "c") as terminal:
         terminal.expect(agent)
@@ -46,6 +49,7 @@ def test_n_removes_the_container(engine: Engine, agent: str, name: str) -> None:
     assert name not in container_names(engine)
 
 
+@on_docker
 def test_1_r_x_and_i_go_on_in_the_same_container(engine: Engine, agent: str, name: str) -> None:
     with engine.pty("run", "-n", name, "-y", "c", "--", "--model", "m") as terminal:
         terminal.expect("agent:--dangerously-skip-permissions --model m:")
@@ -73,6 +77,7 @@ def test_1_r_x_and_i_go_on_in_the_same_container(engine: Engine, agent: str, nam
     assert container_names(engine).count(name) == 1
 
 
+@on_docker
 def test_the_end_of_input_keeps_the_container(engine: Engine, agent: str, name: str) -> None:
     with engine.pty("run", "-n", name, "-y", "c") as terminal:
         terminal.expect(agent)
@@ -81,12 +86,14 @@ def test_the_end_of_input_keeps_the_container(engine: Engine, agent: str, name: 
     assert name in container_names(engine)
 
 
+@on_docker
 def test_no_terminal_no_question(engine: Engine, agent: str, name: str) -> None:
     answer = engine.sandbox("run", "-n", name, "-y", "c", input="5\n")
     assert (answer.returncode, answer.stdout) == (5, f"{agent}\nread:5\n")
     assert name in container_names(engine)
 
 
+@on_docker
 def test_rm_on_exit_asks_nothing(engine: Engine, agent: str, name: str) -> None:
     with engine.pty("run", "-n", name, "--rm-on-exit", "-y", "c") as terminal:
         terminal.expect(agent)
@@ -147,7 +154,7 @@ def test_with_rm_on_exit_a_closed_terminal_leaves_nothing(engine: Engine, projec
         terminal.expect("ready")
         wait_for(lambda: sleeping(engine, name, mark) == 1)
         os.dup2(os.open(os.devnull, os.O_RDWR), terminal.master)
-        terminal.process.wait(30)
+        terminal.process.wait(60)
     assert name not in container_names(engine)
 
 

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import Engine, Process, Result, write_config
-from elsewhere import Elsewhere, configure, elsewhere
-from service import wait_for
+from conftest import USER, Engine, Process, Result, write_config
+from elsewhere import HOSTS, Elsewhere, configure, elsewhere
+from service import free_port, wait_for
 from test_agents import IMAGE as AGENTS_IMAGE
 from test_agents import image
 from test_copy import LOOK, fill, git_state
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope=
 @pytest.fixture(scope="module")
 def there(engine: Engine, image: str) -> Iterator[Elsewhere]:
     with elsewhere(engine) as machine:
-        archive = engine.area / "travels.tar"
+        archive = machine.folder / "image.tar"
         assert engine.run("save", "-o", str(archive), image, timeout=600).returncode == 0
         machine.machine.must("docker", "load", "-qi", str(archive), seconds=600)
-        archive.unlink()
+        archive.chmod(0o644)
         config = machine.folder / "config"  # as who has many calls over ssh has it
         config.write_text(config.read_text() + " ControlMaster auto\n ControlPersist 60\n"
                           f" ControlPath {machine.folder}/master\n")
@@ -43,8 +44,9 @@ class Far:
         self.there, self.project, self.engine = there, project, there.engine
         self.names: list[str] = []
 
-    def sandbox(self, *words: str, fails: int | None = 0) -> Result:
-        answer = self.there.sandbox(*words, cwd=self.project)
+    def sandbox(self, *words: str, fails: int | None = 0,
+                env: dict[str, str] | None = None) -> Result:
+        answer = self.there.sandbox(*words, cwd=self.project, env=env)
         assert fails is None or answer.returncode == fails, answer.stdout + answer.stderr
         return answer
 
@@ -211,6 +213,18 @@ def test_credentials_and_env_files_travel(far: Far, name: str) -> None:
     assert len(far.volumes("copy")) == 1
 
 
+def test_what_is_used_there_is_counted_here(far: Far, name: str) -> None:
+    """`usage` without a name is of all hosts, and says which did not answer."""
+    far.run(name, "true", "--keys", "hidden", "--budget", "1usd", "-e", "ANTHROPIC_API_KEY=k")
+    told = far.sandbox("usage", "--json", "--on", "big")
+    assert [entry["name"] for entry in json.loads(told.stdout)] == [f"{name}@big"]
+    lost = {"big": HOSTS["big"], "lost": {"runtime": "docker", "context": "lost"}}
+    configure(far.engine.home, hosts=lost)
+    everywhere = far.sandbox("usage", "--json", fails=1)
+    assert json.loads(everywhere.stdout) == json.loads(told.stdout)
+    assert "lost did not answer" in everywhere.stderr
+
+
 # --- Only what has changed ---
 
 
@@ -344,6 +358,90 @@ def test_a_full_volume(far: Far, name: str) -> None:
     for kind in ("mirror", "copy", "home", "shadow"):
         assert far.volumes(kind) == []
     assert far.run(name, "wc -c <g") == f"{8 << 20}\n"
+
+
+def test_a_run_that_fails_leaves_no_mirror_that_is_new(far: Far, name: str) -> None:
+    (far.project / "f").write_text("f")
+
+    def fail() -> None:
+        failed = far.sandbox("run", "--on", "big", "-n", f"{name}x", "--memory", "1k", "-x", "true",
+                             fails=125)
+        assert "memory" in failed.stderr.lower()
+
+    fail()
+    assert [far.volumes(kind) for kind in ("mirror", "copy", "home", "shadow")] == [[]] * 4
+    far.run(name, "true")
+    (mirror,) = far.volumes("mirror")
+    fail()
+    assert far.volumes("mirror") == [mirror]
+    # What another client has there is its own; what is ours and of no session is not.
+    other, ours = f"sandbox-mirror-{'f' * 20}", mirror[:-10] + 10 * "f"
+    for volume in (other, ours):
+        far.docker("volume", "create", volume)
+    pruned = far.sandbox("prune", "--on", "big")
+    assert pruned.stdout == f"{ours}\n"
+    assert f"{other} is another client's mirror of a directory" in pruned.stderr
+    assert sorted(far.volumes("mirror")) == sorted([mirror, other])
+    assert far.sandbox("prune", "--on", "big", "--copies").stdout == f"{other}\n"
+
+
+# --- Engines that are elsewhere, though none says so ---
+
+
+@contextmanager
+def forwarded(there: Elsewhere) -> Iterator[tuple[Path, int]]:
+    """The engine of `big` on a socket and a port of this machine, by ssh."""
+    path, port = there.folder / "forwarded.sock", free_port()
+    argv = [f"{there.folder}/ssh", "-N", "-L", f"{path}:/var/run/docker.sock",
+            "-L", f"127.0.0.1:{port}:/var/run/docker.sock", "root@big"]
+    with Process(argv, start_new_session=True):
+        wait_for(path.exists)
+        yield path, port
+    path.unlink()
+
+
+def test_a_forwarded_engine_is_on_another_machine(far: Far, name: str) -> None:
+    """Of a socket that ssh listens on that is sure, of a port it is assumed, and said."""
+    (far.project / "here").write_text("")
+    configure(far.engine.home, hosts={})
+    with forwarded(far.there) as (path, port):
+        for address in (f"unix://{path}", f"tcp://127.0.0.1:{port}"):
+            env = {"DOCKER_HOST": address, "SANDBOX_RUNTIME": "docker"}
+            made = far.sandbox("run", "-n", name, "-x", "ls", env=env)
+            assert made.stdout == "here\n", made.stderr
+            said = 'if it is this one: "workspace": "mount"' in made.stderr
+            assert said == address.startswith("tcp")
+            (row,) = json.loads(far.sandbox("ps", "--json", env=env).stdout)
+            assert (row["workspace"], row["name"]) == ("copy", f"{name}@{row['host']}")
+            far.sandbox("rm", "-f", row["name"], env=env)
+            assert far.docker("volume", "ls", "-q") == ""
+
+
+def test_a_podman_that_a_file_calls_elsewhere(far: Far, name: str) -> None:
+    """`remote = true` in containers.conf: what is made there comes back, and goes, as it has to."""
+    far.there.start_podman()
+    far.there.machine.must("podman", "load", "-qi", str(far.there.folder / "image.tar"), user=USER,
+                           seconds=600)
+    served = far.engine.home / "containers.conf"
+    text = Path(far.there.environ["CONTAINERS_CONF"]).read_text()
+    served.write_text(text.replace("[engine]",
+                                   '[engine]\nremote = true\nactive_service = "lab"', 1))
+    env = {"CONTAINERS_CONF": str(served), "SANDBOX_RUNTIME": "podman"}
+
+    def volumes() -> list[str]:
+        return far.there.machine.must("podman", "volume", "ls", "-q", user=USER).split()
+
+    (far.project / "here").write_text("")
+    made = far.sandbox("run", "--copy", "-n", name, "-x", "ls; echo there >here", env=env)
+    assert made.stdout == "here\n", made.stderr
+    far.sandbox("merge", name, env=env)
+    assert (far.project / "here").read_text() == "there\n"
+    assert far.sandbox("prune", env=env).stdout == ""
+    assert [kind for kind in ("copy", "home", "mirror", "shadow")
+            if any(one.startswith(f"sandbox-{kind}-") for one in volumes())] == [
+                "copy", "home", "mirror", "shadow"]
+    far.sandbox("rm", "-f", name, env=env)
+    assert volumes() == []
 
 
 # --- A host that lies ---

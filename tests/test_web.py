@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,9 +23,12 @@ import pytest
 from conftest import ROOT, USER, Engine, write_config
 from service import PASSWORD, Service, free_port, wait_for
 from test_agents import IMAGE as REAL_IMAGE
-from test_engines import SilentEngine
+from test_engines import SilentEngine, impatient
 
 import sandbox
+import sandbox_web
+
+__all__ = ["impatient"]  # a fixture
 
 pytestmark = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
 
@@ -218,7 +222,7 @@ def test_a_request_is_not_carried_out_after_its_login(service: Service) -> None:
     head = (f"POST /api/sessions HTTP/1.1\r\nHost: {service.address}\r\n"
             f"Cookie: {service.cookie}\r\nContent-Type: application/json\r\n"
             "Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")
-    with socket.create_connection(("127.0.0.1", service.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as sock:
         sock.sendall(head.encode())
         assert b" 100 Continue" in sock.recv(1000)
         assert service.post("/auth/logout").status == 200
@@ -506,7 +510,7 @@ def route_patterns() -> list[str]:
 
 def test_expect_100_continue(service: Service) -> None:
     body = json.dumps({"username": "admin", "password": PASSWORD}).encode()
-    with socket.create_connection(("127.0.0.1", service.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as sock:
         sock.sendall(
             b"POST /auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -724,7 +728,7 @@ def test_strangers_make_room_before_those_from_where_somebody_is_logged_in(engin
     try:
         kept.request("GET", "/api/profiles", headers={"Cookie": service.cookie})
         kept.getresponse().read()
-        with socket.create_connection(("127.0.0.1", service.port), timeout=20) as second:
+        with socket.create_connection(("127.0.0.1", service.port), timeout=60) as second:
             second.sendall(head + body[:5])  # another login from there
             with hanging(service.port, HEAD_OF_A_LOGIN, 900, "127.0.0.2"):
                 second.sendall(body[5:])
@@ -735,7 +739,7 @@ def test_strangers_make_room_before_those_from_where_somebody_is_logged_in(engin
 
 
 def test_a_slow_head_is_cut_off_by_a_total_deadline(service: Service) -> None:
-    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as sock:
         answer = b""
         for _ in range(300):
             try:
@@ -922,7 +926,7 @@ def test_an_address_in_use_and_a_foreground_server(engine: Engine, home: Path) -
     assert answer.returncode == 1 and "foreground" in answer.stderr
     assert service.get("/auth/login").status == 200
     service.process.send_signal(signal.SIGINT)
-    assert service.process.wait(20) == 130
+    assert service.process.wait(60) == 130
 
 
 @pytest.mark.parametrize(
@@ -1187,16 +1191,19 @@ def test_the_list_of_sessions_makes_one_engine_call_however_many_ask(engine: Eng
     client.chmod(0o755)
     service = Service(engine, env={"PATH": f"{folder}:{engine.environ()['PATH']}"})
     notes.write_text("")
+    began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         replies = list(pool.map(lambda _: service.get("/api/sessions").status, range(40)))
     assert replies == [200] * 40
     lines = notes.read_text().split()
-    assert lines == ["begin", "end"] * (len(lines) // 2) and 2 <= len(lines) <= 6
+    lists = 2 + (time.monotonic() - began) / sandbox_web.LIST_SECONDS
+    assert lines == ["begin", "end"] * (len(lines) // 2) and 1 <= len(lines) // 2 <= lists
     service.end()
 
 
-def test_an_engine_that_does_not_answer_is_a_503_for_all_who_ask(engine: Engine, project: Path,
-                                                                 home: Path) -> None:
+def test_an_engine_that_does_not_answer_is_a_503_for_all_who_ask(
+    engine: Engine, project: Path, home: Path, impatient: None
+) -> None:
     """Those who ask for the list while it is asked for get the answer of that one call."""
     with SilentEngine(engine) as silent, concurrent.futures.ThreadPoolExecutor(21) as pool:
         service = Service(engine, env=silent.env)
@@ -1208,7 +1215,7 @@ def test_an_engine_that_does_not_answer_is_a_503_for_all_who_ask(engine: Engine,
         begun = set(silent.clients(engine.runtime))
         for reply in [reply.result() for reply in (first, one, *others)]:
             assert (reply.status, reply.json["error"]["code"]) == (503, "engine_unavailable")
-            assert "did not answer within 20 seconds" in reply.json["error"]["message"]
+            assert "did not answer within 3 seconds" in reply.json["error"]["message"]
         assert set(silent.clients(engine.runtime)) <= begun
         wait_for(lambda: not silent.clients(engine.runtime))
         service.end()

@@ -2,9 +2,9 @@
 
     vendor_stub.py DIRECTORY
 
-Listens on 127.0.0.1:443 with DIRECTORY/cert.pem. Who brings none of DIRECTORY/keys gets a 401; no
-argument has them, where tests search for them. Each request is a line of DIRECTORY/requests:
-[method, path, [[header, value], ...], body].
+Listens on 127.0.0.1:443 with DIRECTORY/cert.pem; then there is DIRECTORY/ready. Who brings none of
+DIRECTORY/keys gets a 401; no argument has them, where tests search for them. Each request is a line
+of DIRECTORY/requests: [method, path, [[header, value], ...], body].
 """
 
 import io
@@ -51,4 +51,5 @@ CONTEXT = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 CONTEXT.load_cert_chain(DIRECTORY / "cert.pem")
 server = ThreadingHTTPServer(("127.0.0.1", 443), Handler)
 server.daemon_threads = True
+(DIRECTORY / "ready").touch()
 server.serve_forever()
