@@ -302,7 +302,8 @@ class Helper:
         raise self.not_all(self.lost)
 
     def not_all(self, why: str) -> SandboxError:
-        return SandboxError(f"{self.directory} is not all on {self.engine.host}: {why}",
+        what = "has not all come from" if self.given else "is not all on"
+        return SandboxError(f"{self.directory} {what} {self.engine.host}: {why}",
                             "start it again: what has arrived is not sent again", 125)
 
     def send(self) -> None:

@@ -505,7 +505,6 @@ def test_a_seed_and_a_merge_that_were_cut_go_on(cluster: Cluster, name: str) -> 
     wait_for(lambda: not cluster.left())
 
 
-
 def test_an_api_server_that_goes_away_is_no_end(cluster: Cluster, name: str) -> None:
     cluster.must("run", "-n", name, "-x", "true")
     run = cluster.popen("run", "-n", name, "-x",
