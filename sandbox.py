@@ -1688,15 +1688,17 @@ class Engine:
         "import": ("import",),  # takes a tar archive of a root directory and the image's name
     }
 
-    def __init__(self, host: str = "", client: Sequence[str] = ()) -> None:
-        """For a host of the key "hosts", with the words that its every call begins with; else for
-        the one that our environment means, which has a name where it is another machine.
+    def __init__(self, host: str = "", client: Sequence[str] = (),
+                 more: Mapping[str, str] | None = None) -> None:
+        """For a host of the key "hosts", with the words that its every call begins with and what
+        else its entry says; else for the one that our environment means, which has a name where it
+        is another machine.
         """
         self.version = ""
         self.asked: Output | None = None
         self.client = [*client] or [self.name]
         self.host = host or place_name(self.place())
-        self.more = dict[str, str]()  # what `more_options` were given
+        self.more = more or {}
         self.serves = False  # whether its service is told by a file of its own, see Podman
 
     def place(self) -> str:

@@ -62,9 +62,8 @@ def engine_on(config: Config, host: str) -> Engine:
                            f"give it {' or '.join(driver.options)}")
     words = [word for option in driver.options if option in entry
              for word in (f"--{option}", entry[option])]
-    engine = driver(host, [driver.name, *words])
-    engine.more = {name: entry[name] for name in driver.more_options if name in entry}
-    return engine
+    return driver(host, [driver.name, *words],
+                  {name: entry[name] for name in driver.more_options if name in entry})
 
 
 def placed(engine: Engine, config: Config, spec: Mapping[str, Any],

@@ -440,12 +440,9 @@ def claim_of(engine: Engine, name: str) -> dict[str, Any]:
 
 def carry_out(client: str, verb: str, *words: str) -> int:
     """Do one of the things that take several calls of kubectl; the exit status."""
-    host, argv, more = sandbox.parse_json(client)
     sandbox.end_on_signals()
-    engine = Kubectl(host, argv)
-    engine.more = more
     try:
-        return VERBS[verb](engine, *words) or 0
+        return VERBS[verb](Kubectl(*sandbox.parse_json(client)), *words) or 0
     except SandboxError as error:
         print(error.message, file=sys.stderr)
         return 125
