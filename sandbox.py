@@ -1649,6 +1649,7 @@ class Engine:
     daemonless = False  # the client itself starts containers, with helper programs of this machine
     daemon = ""  # the program of its daemon
     options: tuple[str, ...] = ()  # of the client: what an entry of "hosts" may say
+    more_options: tuple[str, ...] = ()  # what it may say that is not the client's
     create_flags: tuple[str, ...] = ()  # more options that each of our containers needs
 
     # What the client prints for each failure, in lower case; a driver adds its "daemon".
@@ -1697,14 +1698,17 @@ class Engine:
         "import": ("import",),  # takes a tar archive of a root directory and the image's name
     }
 
-    def __init__(self, host: str = "", client: Sequence[str] = ()) -> None:
-        """For a host of the key "hosts", with the words that its every call begins with; else for
-        the one that our environment means, which has a name where it is another machine.
+    def __init__(self, host: str = "", client: Sequence[str] = (),
+                 more: Mapping[str, str] | None = None) -> None:
+        """For a host of the key "hosts", with the words that its every call begins with and what
+        else its entry says; else for the one that our environment means, which has a name where it
+        is another machine.
         """
         self.version = ""
         self.asked: Output | None = None
         self.client = [*client] or [self.name]
         self.host = host or place_name(self.place())
+        self.more = more or {}
         self.serves = False  # whether its service is told by a file of its own, see Podman
 
     def place(self) -> str:
@@ -5826,8 +5830,47 @@ def sessions_here(config: Config, args: argparse.Namespace) -> list[dict[str, An
     return sorted(found, key=lambda row: str(row["created"]), reverse=True)
 
 
+COPIES = 100
+
+
+def run_copies(args: argparse.Namespace) -> int:
+    """Start the same in several sessions, each on a copy; the highest status. Each is started by a
+    process of its own, which returns here, too, as from a run.
+    """
+    count, args.copy_count = args.copy_count, None
+    for given, option in ((args.rm_on_exit, "--rm-on-exit"), (args.strict, "--strict"),
+                          (args.source, "--from")):
+        if given:
+            raise SandboxError(f"--copies does not go together with {option}",
+                               "keep one of them", 2)
+    if not 0 < count <= COPIES:
+        raise SandboxError(f"--copies {count} is not a number from 1 to {COPIES}", code=2)
+    args.copy = args.background = True
+    args.new, (name, at, host) = not args.containerName, (args.containerName or "").partition("@")
+    children, status = list[int](), 0
+    try:
+        for number in range(1, count + 1):
+            args.containerName = f"{name}-{number}{at}{host}" if name else None
+            if not (child := os.fork()):
+                children.clear()
+                return cmd_run(args)
+            children.append(child)
+            # The first alone: what it asks, mends and sends is there for the others.
+            while children and number in (1, count):
+                status = max(status, wait_for(children[-1]))
+                children.pop()
+            if status:
+                break
+        return status
+    finally:
+        for child in children:
+            terminate(child)
+
+
 def cmd_run(args: argparse.Namespace) -> int:
     end_on_signals()
+    if args.copy_count is not None:
+        return run_copies(args)
     if args.background and args.rm_on_exit:
         raise SandboxError("-d does not go together with --rm-on-exit", "keep one of them", 2)
     if args.background and args.strict:
@@ -6865,6 +6908,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "profile": ("-r --run",
                 {"metavar": "PROFILE", "help": "run profile: runs.PROFILE of sandbox.json"}),
     "copy": ("--copy", FLAG | {"help": "work on a copy of the directory: see merge"}),
+    "copy_count": ("--copies", {"metavar": "N", "type": int, "help":
+                                "start the same in N sessions, each on a copy, and return"}),
     "allow": ("--allow", REPEATED | {"metavar": "HOST[:PORT]",
                                      "help": "a host that it may reach, and no other than "
                                      "those; *.NAME for all below it; repeatable"}),
@@ -7168,8 +7213,8 @@ def complete(words: Sequence[str]) -> list[str]:
 # --- Main ---
 
 
-RUN_OPTIONS = ("source profile new copy allow allow_engine_socket rm_on_exit background checkpoint "
-               "no_checkpoint strict yes verbose")
+RUN_OPTIONS = ("source profile new copy copy_count allow allow_engine_socket rm_on_exit background "
+               "checkpoint no_checkpoint strict yes verbose")
 # What each says, its options beside those of the keys, and what carries it out.
 COMMANDS: dict[str, tuple[str, str, Callable[[argparse.Namespace], int]]] = {
     "run": ("create or reuse a container and run an agent or a command in it", RUN_OPTIONS,

@@ -50,9 +50,9 @@ def engine_on(config: Config, host: str) -> Engine:
         raise SandboxError(f"there is no host {host!r}{sandbox.nearest(host, hosts)}", hint, 125)
     entry = hosts[host]
     driver = driver_of(entry.get("runtime"), place)
+    known = ("runtime", *driver.options, *driver.more_options)
     for name, value in entry.items():
-        if name not in ("runtime", *driver.options):
-            known = ("runtime", *driver.options)
+        if name not in known:
             raise SandboxError(f"{place}.{name}: unknown{sandbox.nearest(name, known)}",
                                f"a host of {driver.name} has {' and '.join(known)}")
         if value[:1] in ("", "-"):
@@ -62,7 +62,8 @@ def engine_on(config: Config, host: str) -> Engine:
                            f"give it {' or '.join(driver.options)}")
     words = [word for option in driver.options if option in entry
              for word in (f"--{option}", entry[option])]
-    return driver(host, [driver.name, *words])
+    return driver(host, [driver.name, *words],
+                  {name: entry[name] for name in driver.more_options if name in entry})
 
 
 def placed(engine: Engine, config: Config, spec: Mapping[str, Any],

@@ -55,6 +55,7 @@ class Kubectl(Engine):
     name = "kubectl"
     minimum = (1, 20)
     options = ("context", "namespace")
+    more_options = ("storage", "storageClass")  # of each claim
     symptoms = {
         "daemon": ("the connection to the server", "unable to connect to the server",
                    "couldn't get current server api"),
@@ -74,9 +75,12 @@ class Kubectl(Engine):
         "exceeded quota": "remove a session, or ask for a larger quota",
         "is forbidden: user": "an administrator grants what sandbox doctor --on HOST --role prints",
         "insufficient": "give it less (--memory, --cpus), or remove a session",
-        "persistentvolumeclaim": "the cluster needs a default storage class: kubectl get sc",
+        "persistentvolumeclaim": "kubectl get storageclasses lists those that there are: one must "
+                                 "be the default, or named as storageClass in the key hosts",
+        "quantities must match": "storage in the key hosts is such as 20Gi",
         "namespaces": "kubectl get namespaces lists those that there are",
-        "no space left": "the claim is full: remove what is not needed in the session",
+        "no space left": 'give the host more "storage" in the key hosts: claims that are made '
+                         "from then on have it",
     }
 
     def argv(self, call: str, *names: str) -> list[str]:
@@ -96,7 +100,7 @@ class Kubectl(Engine):
         here = os.path.dirname(os.path.abspath(__file__))
         source = ("import sys; sys.path[:0] = sys.argv[1:2]; import sandbox, sandbox_kube; "
                   "sandbox.leave(sandbox_kube.carry_out(*sys.argv[2:]))")
-        client = to_json([self.host, self.client])
+        client = to_json([self.host, self.client, self.more])
         return [sys.executable, "-I", "-S", "-c", source, here, client, verb, *words]
 
     # -- facts --
@@ -422,11 +426,13 @@ if gate:
 """
 
 
-def claim_of(name: str) -> dict[str, Any]:
+def claim_of(engine: Engine, name: str) -> dict[str, Any]:
+    size, kind = engine.more.get("storage", STORAGE), engine.more.get("storageClass")
     return {"apiVersion": "v1", "kind": "PersistentVolumeClaim",
             "metadata": {"name": name, "labels": {"sandbox.volume": "yes"}},
             "spec": {"accessModes": ["ReadWriteOnce"],
-                     "resources": {"requests": {"storage": STORAGE}}}}
+                     "resources": {"requests": {"storage": size}},
+                     **({"storageClassName": kind} if kind else {})}}
 
 
 # --- Several calls of kubectl as one ---
@@ -434,10 +440,9 @@ def claim_of(name: str) -> dict[str, Any]:
 
 def carry_out(client: str, verb: str, *words: str) -> int:
     """Do one of the things that take several calls of kubectl; the exit status."""
-    host, argv = sandbox.parse_json(client)
     sandbox.end_on_signals()
     try:
-        return VERBS[verb](Kubectl(host, argv), *words) or 0
+        return VERBS[verb](Kubectl(*sandbox.parse_json(client)), *words) or 0
     except SandboxError as error:
         print(error.message, file=sys.stderr)
         return 125
@@ -491,7 +496,7 @@ def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
         pod["spec"].setdefault("affinity", {})["nodeAffinity"] = {
             "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [place]}}
     if claims:
-        make(engine, *map(claim_of, claims), there=True)
+        make(engine, *(claim_of(engine, claim) for claim in claims), there=True)
     make(engine, pod)
     wait_ready(engine, pod["metadata"]["name"])
 
@@ -665,12 +670,36 @@ def run(engine: Engine, given: str, user: str, *command: str) -> int:
     """Run a command, with our stdin, in a pod of its own."""
     pod = sandbox.parse_json(given)
     name = pod["metadata"]["name"]
+    if here := this_machine():
+        end_lost(engine, here)
+        pod["metadata"]["labels"] |= {"sandbox.client": here}
+        pod["metadata"]["annotations"] = {"sandbox.process": sandbox.mark_of(os.getpid())}
     try:
         bring_up(engine, pod)
         argv = engine.exec_argv(f"pod/{name}", command, user=user, stdin=True)
         return sandbox.wait_for(sandbox.spawn(argv))
     finally:
         kubectl(engine, "delete", "pod", name, "--ignore-not-found", "--grace-period=0", "--force",
+                "--wait=false")
+
+
+def this_machine() -> str:
+    """What tells those who see the processes that we see; '' where that is not known."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
+        return digest(boot.read() + os.readlink("/proc/self/ns/pid"))
+    return ""
+
+
+def end_lost(engine: Engine, here: str) -> None:
+    """Delete the pods of one step whose client has ended without doing so: where it was cut off,
+    the step waits for it, and others for the step.
+    """
+    status, out, _ = kubectl(engine, "get", "pods", "-l", f"sandbox.client={here}", "-o", "json")
+    metas = [item["metadata"] for item in ([] if status else sandbox.parse_json(out)["items"])]
+    marks = {meta["name"]: meta["annotations"]["sandbox.process"].split() for meta in metas}
+    if lost := [name for name, (pid, began) in marks.items()
+                if pid.isdigit() and sandbox.mark_of(pid) != f"{pid} {began}"]:
+        kubectl(engine, "delete", "pod", *lost, "--ignore-not-found", "--grace-period=0", "--force",
                 "--wait=false")
 
 

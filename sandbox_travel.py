@@ -246,6 +246,7 @@ class Helper:
         self.pid = sandbox.spawn(argv, fds={0: stdin, 1: stdout, 2: self.errors})
         Output.close(stdin, stdout)
         self.lost = ""  # why no more is awaited of it
+        self.begun = False  # whether its program has answered
         self.to = io.BufferedWriter(End(given_end, "wb", self.wait), CHUNK_BYTES)
         self.back = io.BufferedReader(End(back, "rb", self.wait))
 
@@ -301,7 +302,8 @@ class Helper:
         raise self.not_all(self.lost)
 
     def not_all(self, why: str) -> SandboxError:
-        return SandboxError(f"{self.directory} is not all on {self.engine.host}: {why}",
+        what = "has not all come from" if self.given else "is not all on"
+        return SandboxError(f"{self.directory} {what} {self.engine.host}: {why}",
                             "start it again: what has arrived is not sent again", 125)
 
     def send(self) -> None:
@@ -310,7 +312,7 @@ class Helper:
         try:
             self.to.write(b"%d\n%s" % (len(program), program))
             self.to.flush()
-            had = self.had()
+            had, self.begun = self.had(), True
             if not had:
                 self.session.new_mirror = self.mirror
             for tree in self.trees:
@@ -357,13 +359,13 @@ class Helper:
         if status == NO_ROOM_STATUS or "No space left on device" in err:
             sandbox.remove_volumes(self.engine, self.mirror)
             return SandboxError(f"there is no room for {self.directory} on {self.engine.host}",
-                                sandbox.NO_ROOM_HINT, 125)
+                                self.engine.hints["no space left"], 125)
         if status == sandbox_changes.LACKING_STATUS:
             with suppress(SandboxError):  # `prune` knows it, too
                 drop_mirror(self.engine, self.session)
             return SandboxError(f"{self.session.created()[0]['image']} has no python3",
                                 "a copy needs it: sandbox build", 125)
-        if status in (125, 126, 127) and err.strip():
+        if status in (125, 126, 127) and err.strip() and not self.begun:
             return self.engine.failure(err)
         return self.not_all(sandbox.one_line(err.strip())[-500:]
                             or f"it ended with status {status}")
@@ -517,6 +519,8 @@ class Bring:
         self.places[item["path"]] = self.content.tell(), size
         self.content.write(data)
         self.content.flush()  # get() reads the file itself
+        self.helper.step.note(f"{self.content.tell() / 1e6:,.1f} MB received")
+        self.helper.step.draw()
         if self.content.tell() > COMING_BYTES:
             raise too_much(self.helper.engine)
 

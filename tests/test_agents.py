@@ -84,14 +84,18 @@ each_agent = pytest.mark.parametrize("agent", ["c", "gm", "cx", "oc"])
 def image(engine: Engine) -> str:
     """The image, built by docker and by rootful podman, which gives it to the rootless one."""
     builder = engine if engine.user == "root" else Engine("podman", "podman", "root", engine.area)
+    build(builder)
+    if image_id(engine) != image_id(builder):
+        copy_image(builder, engine)
+    return IMAGE
+
+
+def build(builder: Engine) -> None:
     with open(f"/run/sandbox-test-{builder.id}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another part may build the same
         built = builder.sandbox(*BUILD, timeout=BUILD_SECONDS, home=builder.directory(),
                                 env=CLASSIC)
     assert built.returncode == 0, built.stdout + built.stderr
-    if image_id(engine) != image_id(builder):
-        copy_image(builder, engine)
-    return IMAGE
 
 
 def image_id(engine: Engine) -> str:
@@ -133,6 +137,11 @@ class Session:
 def write_stub_config(engine: Engine, home: Path, volumes: Iterable[str] = (),
                       without: str = "^$") -> None:
     """Let all sessions start the stub and ask it, and nobody else, `without` some variables."""
+    write_config(home, network="none", **stub_config(engine, home, volumes, without))
+
+
+def stub_config(engine: Engine, home: Path, volumes: Iterable[str] = (),
+                without: str = "^$") -> dict[str, object]:
     stub = engine.area / "model_stub.py"
     if not stub.exists():
         shutil.copy(ROOT / "tests" / "model_stub.py", stub)
@@ -140,14 +149,9 @@ def write_stub_config(engine: Engine, home: Path, volumes: Iterable[str] = (),
     env_file = home / "stub.env"
     lines = [line for line in ENV_FILE.splitlines(True) if not re.search(without, line)]
     env_file.write_text("".join(lines))
-    write_config(
-        home,
-        imageName=IMAGE.partition(":")[0],
-        network="none",
-        envFile=[str(env_file)],
-        volumes=[f"{stub}:/model_stub.py:ro", *volumes],
-        autostart=f"python3 /model_stub.py {PORT}",
-    )
+    return {"imageName": IMAGE.partition(":")[0], "envFile": [str(env_file)],
+            "volumes": [f"{stub}:/model_stub.py:ro", *volumes],
+            "autostart": f"python3 /model_stub.py {PORT}"}
 
 
 def new_session(engine: Engine, user: str) -> Session:

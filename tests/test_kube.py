@@ -3,6 +3,7 @@ starts it. On the other engines nothing here would be decided.
 """
 
 import concurrent.futures
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -20,6 +21,8 @@ from typing import Any
 import pytest
 from conftest import IMAGE_NAME, ROOT, Engine, Result, write_config
 from service import Service, wait_for
+from test_agents import IMAGE as AGENTS_IMAGE
+from test_agents import build, prompted, stub_config, texts
 from test_network import decisions
 
 import sandbox_kube
@@ -49,8 +52,8 @@ class Cluster(Engine):
                  for name, context, namespace in (
                      ("k8s", "admin", "agents"), ("person", "person", "agents"),
                      ("closed", "person", "closed"), ("strict", "person", "strict"))}
-        write_config(self.home, imageName=IMAGE_NAME, imageVersion=VERSION, hosts=hosts,
-                     **{"host": "k8s", **keys})
+        write_config(self.home, **{"imageName": IMAGE_NAME, "imageVersion": VERSION,
+                                   "hosts": hosts, "host": "k8s", **keys})
 
     def kubectl(self, *words: str, input: str = "") -> str:
         done = self._run(["kubectl", "--context", "admin", "--namespace", "agents", *words], input,
@@ -72,19 +75,35 @@ class Cluster(Engine):
         assert done.returncode == status, done.stdout + done.stderr
         return done
 
+    @contextlib.contextmanager
+    def without_api(self) -> Iterator[None]:
+        self.bed("api", "stop")
+        try:
+            yield
+        finally:
+            self.bed("api", "start")
+
     def bed(self, *words: str) -> None:
         done = subprocess.run([BED, *words], capture_output=True, text=True, timeout=BUILD_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def running(area: Path) -> Iterator[Cluster]:
+@contextlib.contextmanager
+def started(cluster: Cluster) -> Iterator[None]:
     with open("/run/sandbox-test-kubernetes.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        cluster = Cluster("kubernetes", "docker", "root", area)
         cluster.bed("up")
+        try:
+            yield
+        finally:
+            cluster.bed("down")
+
+
+@pytest.fixture(scope="module")
+def running(area: Path) -> Iterator[Cluster]:
+    cluster = Cluster("kubernetes", "docker", "root", area)
+    with started(cluster):
         yield cluster
-        cluster.bed("down")
 
 
 @pytest.fixture
@@ -97,6 +116,7 @@ def cluster(running: Cluster) -> Iterator[Cluster]:
     yield running
     while running.started:
         running.started.pop().end()
+    running.kubectl("delete", "pods", "--all", "--force", "--grace-period=0")  # rm would wait
     for row in json.loads(running.sandbox("ps", "--json", "--on", "k8s").stdout):
         running.sandbox("rm", "-f", row["name"])
     running.sandbox("prune", "--on", "k8s", "--copies")
@@ -212,6 +232,52 @@ def test_two_clients_that_start_one_session_share_it(cluster: Cluster, name: str
     assert len(cluster.pod(name).split()) == 1
     cluster.must("rm", "-f", f"{name}@k8s")
     wait_for(lambda: not cluster.left())
+
+
+def test_copies_are_spread_over_the_nodes(cluster: Cluster, name: str) -> None:
+    begun = cluster.must("run", "--copies", "8", "-n", name, "-x", "cat here; sleep 600")
+    names = {f"{name}-{number}@k8s" for number in range(1, 9)}
+    assert {line.split()[0] for line in begun.stdout.splitlines()} == names, begun.stdout
+    rows = json.loads(cluster.must("ps", "--json", "--on", "k8s").stdout)
+    assert {row["name"] for row in rows if row["state"] == "running"} == names
+    pods = json.loads(cluster.kubectl("get", "pods", "-o", "json"))["items"]
+    nodes = [pod["spec"]["nodeName"] for pod in pods]
+    assert sorted(set(nodes)) == ["one", "two"] and len(nodes) == 8, nodes
+    service = Service(cluster)
+    try:
+        wait_for(lambda: names <= {row["name"] for row in service.get("/api/sessions").json})
+    finally:
+        service.end()
+    wait_for(lambda: cluster.must("logs", f"{name}-8@k8s").stdout.startswith("ours"))
+
+
+def test_agents_work_on_copies(cluster: Cluster, name: str) -> None:
+    """The image is on one of the nodes."""
+    build(Engine("docker", "docker", "root", cluster.area))
+    cluster.bed("load", AGENTS_IMAGE, "one")
+    cluster.kubectl("cordon", "two")
+    cluster.configure(imageVersion="1.0-common", **stub_config(cluster, cluster.home))
+    cluster.must("run", "--copies", "2", "-n", name, "-y", "c", "--", "-p", "hello", timeout=300)
+    names = [f"{name}-1@k8s", f"{name}-2@k8s"]
+    wait_for(lambda: all("pong hello" in cluster.must("logs", copy).stdout for copy in names), 120)
+    service = Service(cluster)
+    try:
+        blocks = prompted(service, names[0], "please run: echo by-the-agent >made; cat here made")
+        assert "ours\nby-the-agent" in texts(blocks)[0], blocks
+    finally:
+        service.end()
+        cluster.kubectl("uncordon", "two")
+    cluster.must("merge", names[0])
+    assert (cluster.project / "made").read_text() == "by-the-agent\n"
+
+
+def test_a_claim_is_what_the_host_says(cluster: Cluster, name: str) -> None:
+    cluster.configure(hosts={"k8s": {"runtime": "kubectl", "context": "admin", "storage": "7Gi",
+                                     "namespace": "agents", "storageClass": "other"}})
+    cluster.must("run", "-n", name, "-x", "true")
+    claims = json.loads(cluster.kubectl("get", "pvc", "-o", "json"))["items"]
+    assert {(claim["spec"]["storageClassName"], claim["spec"]["resources"]["requests"]["storage"])
+            for claim in claims} == {("other", "7Gi")}
 
 
 # --- Network and keys ---
@@ -397,17 +463,58 @@ def test_no_network_is_none(cluster: Cluster, name: str) -> None:
 # --- Faults ---
 
 
+def test_a_full_volume_is_told_and_leaves_nothing(cluster: Cluster, name: str) -> None:
+    (cluster.project / "big").write_bytes(os.urandom(20_000_000))
+    cluster.bed("room", "10m")
+    try:
+        refused = cluster.must("run", "-n", name, "-x", "true", status=125)
+    finally:
+        cluster.bed("room")
+    assert "there is no room for" in refused.stderr and '"storage"' in refused.stderr
+    cluster.must("prune", "--on", "k8s")
+    wait_for(lambda: not cluster.left())
+
+
+def test_a_seed_and_a_merge_that_were_cut_go_on(cluster: Cluster, name: str) -> None:
+    big = [cluster.project / f"big{number}" for number in range(20)]
+    for path in big:
+        path.write_bytes(os.urandom(10_000_000))
+    with cluster.pty("run", "-n", name, "-x", "true") as terminal:
+        terminal.expect("MB sent")
+        with cluster.without_api():
+            assert terminal.wait(120) == 125
+            terminal.expect("start it again")
+    script = "cat big* | sha256sum; for f in big*; do head -c 10000000 /dev/urandom >$f; done"
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(big))).hexdigest()
+    assert cluster.must("run", "-n", name, "-x", script).stdout == f"{digest}  -\n"
+    before = {path.name: path.read_bytes() for path in big}
+    with cluster.pty("merge", f"{name}@k8s") as terminal:
+        terminal.expect("MB received")
+        with cluster.without_api():
+            assert terminal.wait(120) == 1
+            terminal.expect("start it again")
+    there = cluster.must("run", "-n", name, "-x", "sha256sum big*").stdout.splitlines()
+    after = {line.split()[1]: line.split()[0] for line in there}
+    for path in big:  # whole, be it the old or the new one
+        data = path.read_bytes()
+        assert data == before[path.name] or hashlib.sha256(data).hexdigest() == after[path.name]
+    cluster.must("merge", f"{name}@k8s")
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in big} == after
+    cluster.must("rm", "-f", f"{name}@k8s")
+    cluster.must("prune", "--on", "k8s")
+    wait_for(lambda: not cluster.left())
+
+
 def test_an_api_server_that_goes_away_is_no_end(cluster: Cluster, name: str) -> None:
     cluster.must("run", "-n", name, "-x", "true")
     run = cluster.popen("run", "-n", name, "-x",
                         "echo begun; until [ -e /tmp/go ]; do sleep 0.1; done; echo x >/tmp/ended")
     assert run.stdout and run.stderr and run.stdout.readline() == "begun\n"
-    cluster.bed("api", "stop")
-    assert run.wait(60) == 125
-    assert "was cut" in run.stderr.read()
-    unreachable = cluster.sandbox("run", "-n", name, "-x", "true")
-    assert unreachable.returncode == 125 and "connection to the server" in unreachable.stderr
-    cluster.bed("api", "start")
+    with cluster.without_api():
+        assert run.wait(60) == 125
+        assert "was cut" in run.stderr.read()
+        unreachable = cluster.sandbox("run", "-n", name, "-x", "true")
+        assert unreachable.returncode == 125 and "connection to the server" in unreachable.stderr
     cluster.must("run", "-n", name, "-x", "touch /tmp/go")
     ended = cluster.must("run", "-n", name, "-x",
                          "until grep x /tmp/ended 2>/dev/null; do sleep 0.1; done")

@@ -8,7 +8,8 @@ its options, and NAMES those of variables that have our own values; both are lin
 `kubectl exec` knows no user, directory or variables. Above all it ends with status 0 when the API
 server goes away under it (kubernetes/kubectl#1208). So a script goes first that reads the
 variables from stdin, where no argv shows them, and closes each stream of output with a mark and
-the status of the command. Where the marks are missing, so may be any part of the output.
+the status of the command. Where the marks are missing, so may be any part of the output. The
+script stays until we have them: what is left unread of stdin would have the connection reset.
 
 Exit code: the command's; 125 where it is not known, 137 where the pod has ended meanwhile.
 
@@ -40,6 +41,7 @@ fi
 SANDBOX_K=$?
 printf '\\377%s %s\\n' "$SANDBOX_L" "$SANDBOX_K"
 printf '\\377%s %s\\n' "$SANDBOX_L" "$SANDBOX_K" >&2
+cat >/dev/null
 """
 HELD_MS = 50  # the beginning of a mark is held back for its rest, but not for ever
 CHUNK_BYTES = 65536
