@@ -4216,11 +4216,14 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
 
 def show_log(engine: Engine, session: Session, follow: bool) -> int:
     """Print the decisions that are in the log, and before them the hosts that came before these."""
-    _, out, _ = Output(engine.logs_argv(session.proxy)).result()
+    kept = kept_decisions(engine, session)
+    gone, out, _ = Output(engine.logs_argv(session.proxy)).result()
     oldest = next(filter(None, map(decision_of, out.splitlines())), {"time": "9999"})["time"]
-    for entry in kept_decisions(engine, session):
+    for entry in kept:
         if entry["first"] < oldest:
             print(to_json(entry), flush=True)
+    if gone and kept:  # a pod's log goes with it
+        return 0
     return call(engine.logs_argv(session.proxy, follow=follow), output=1)
 
 
