@@ -398,7 +398,7 @@ def test_an_allowlist_holds_and_a_hidden_key_stays_hidden(cluster: Cluster, name
     [day] = used["days"].values()
     assert day["models"]["stub"]["requests"] == 7
     cluster.must("rm", "-f", name)
-    wait_for(lambda: not cluster.left(), 60)
+    wait_for(lambda: not cluster.left(), 180)  # a busy kubelet takes its time to end a proxy
     assert not cluster.must("prune", "--on", "k8s").stdout
 
 
