@@ -1363,6 +1363,18 @@ class Step:
         if time.monotonic() - self.began >= silent_seconds:
             say(f"{self.head}  {self.elapsed()}")
 
+    def end(self, pid: int) -> None:
+        """End the process. An engine that is still making its container would go on without it, so
+        it stays until there is a container to be removed.
+        """
+        until = time.monotonic() + CALL_SECONDS
+        while self.ended_by and time.monotonic() < until:
+            Output(self.ended_by, LONG_SECONDS).result()
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+            time.sleep(0.1)
+        terminate(pid)
+
     def watch(self, argv: Sequence[str], env: Mapping[str, str] | None) -> int:
         """Run it, its output into the log and the last line into the block; the exit status."""
         import select
@@ -1391,10 +1403,8 @@ class Step:
             raise SandboxError(f"there is no program {argv[0]}", f"install {argv[0]}",
                                125) from None
         except BaseException:
-            if pid and self.ended_by:
-                Output(self.ended_by, LONG_SECONDS).result()
             if pid:
-                terminate(pid)
+                self.end(pid)
             self.wipe()
             self.forget_log()
             say(f"{self.title} was interrupted{self.undone}")
@@ -4206,11 +4216,14 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
 
 def show_log(engine: Engine, session: Session, follow: bool) -> int:
     """Print the decisions that are in the log, and before them the hosts that came before these."""
-    _, out, _ = Output(engine.logs_argv(session.proxy)).result()
+    kept = kept_decisions(engine, session)
+    gone, out, _ = Output(engine.logs_argv(session.proxy)).result()
     oldest = next(filter(None, map(decision_of, out.splitlines())), {"time": "9999"})["time"]
-    for entry in kept_decisions(engine, session):
+    for entry in kept:
         if entry["first"] < oldest:
             print(to_json(entry), flush=True)
+    if gone and kept:  # a pod's log goes with it
+        return 0
     return call(engine.logs_argv(session.proxy, follow=follow), output=1)
 
 
@@ -4755,6 +4768,10 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
+        if engine.host and not terminal:
+            import sandbox_hosts
+
+            return sandbox_hosts.wait_for(engine, pid)
         return wait_for(pid)
     finally:
         if terminal:  # an engine's client that is killed leaves it raw, and it may be gone

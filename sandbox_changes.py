@@ -816,11 +816,12 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
 def fill_copy(engine: Engine, session: Session, source: Session | None) -> None:
     directory = session.labels["sandbox.directory"]
     for argv in copy_argvs(engine, session, source):
-        step = sandbox.Step(f"copy {directory}")
+        remove = engine.argv("remove", argv[argv.index("--name") + 1])
+        step = sandbox.Step(f"copy {directory}", ended_by=remove)
         try:
             step.run(argv, silent_seconds=1)
-        except BaseException as error:  # the end of the engine's client does not end its container
-            Output(engine.argv("remove", argv[argv.index("--name") + 1]), LONG_SECONDS).result()
+        except BaseException as error:
+            Output(remove, LONG_SECONDS).result()
             if isinstance(error, SandboxError) and "No space left on device" in error.message:
                 raise SandboxError(f"there is no room for a copy of {directory}",
                                    sandbox.NO_ROOM_HINT, 125) from None

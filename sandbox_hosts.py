@@ -303,6 +303,45 @@ def silent(host: str, error: Exception) -> str:
     return f"{host} did not answer: {lines[-1][:300]}"
 
 
+PROBE_SECONDS, UNANSWERED_SECONDS = 30, 120
+CUT_STATUS = 255  # as that of ssh
+
+
+def wait_for(engine: Engine, pid: int) -> int:
+    """Wait for a client of the engine, which leads a group: its status, or CUT_STATUS where it was
+    ended because its host does not answer any more. It would never know: a network that loses all
+    packets closes no connection.
+    """
+    over, cut = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        answered = time.monotonic()
+        while not over.wait(PROBE_SECONDS):
+            if answers(engine):
+                answered = time.monotonic()
+            elif time.monotonic() - answered > UNANSWERED_SECONDS and not over.is_set():
+                cut.set()
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, 9)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        status = sandbox.wait_for(pid)
+    finally:
+        over.set()
+    return CUT_STATUS if cut.is_set() else status
+
+
+def answers(engine: Engine) -> bool:
+    """Whether a host says anything at all."""
+    try:
+        status, _, err = Output(engine.argv("ping"), PROBE_SECONDS).result()
+    except (SandboxError, OSError):
+        return False
+    return not status or engine.diagnose(err) != "daemon"
+
+
 # Prints the tag of a command whose first process, which has none above it inside, is still there.
 LEADS = """\
 for environ in $(grep -ls "SANDBOX_EXEC=$1" /proc/[0-9]*/environ); do
@@ -338,7 +377,7 @@ def check_cut(engine: Engine, session: Session, tag: str, held: bool = False) ->
 SILENT_SECONDS = 60  # after which a connection is given up: who keeps it says more often that he is
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60
 TRIES = 3  # of a call that does not begin though its host answers
-ERROR_BYTES = 1 << 20
+ERROR_BYTES, END_MS = 1 << 20, 2000  # of what a call says on stderr; for it to end after all
 
 
 def followed(engine: Engine, session: Session, workdir: str, tag: str,
@@ -431,16 +470,17 @@ class Kept:
                 if kind in b"om":
                     os.write(1 if kind == b"o" else 2, content)
                     self.position += 5 + len(content)
-                elif kind == b"n":  # it cannot be kept
+                elif kind == b"n" and not self.begun:  # it cannot be kept
                     os.execvp(self.plain[0], self.plain)
                 elif kind == b"e":
                     self.ended = True
                     with suppress(OSError):
                         os.write(given, b"!")
-                    if content.isdigit():
-                        return False, int(content) & 255
+                    poller.poll(END_MS)
+                    if content.isdigit() and len(content) < 4:
+                        return True, int(content) & 255
                     sandbox.say("what kept it in its session has ended: how it did is not known")
-                    return False, 125
+                    return True, 125
         return True, -1
 
     def is_gone(self) -> bool | None:

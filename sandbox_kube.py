@@ -497,7 +497,7 @@ def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
             "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [place]}}
     if claims:
         make(engine, *(claim_of(engine, claim) for claim in claims), there=True)
-    make(engine, pod)
+    make(engine, pod, there=True)  # another client may start it, too
     wait_ready(engine, pod["metadata"]["name"])
 
 

@@ -361,7 +361,8 @@ class Helper:
             return SandboxError(f"there is no room for {self.directory} on {self.engine.host}",
                                 self.engine.hints["no space left"], 125)
         if status == sandbox_changes.LACKING_STATUS:
-            drop_mirror(self.engine, self.session)
+            with suppress(SandboxError):  # `prune` knows it, too
+                drop_mirror(self.engine, self.session)
             return SandboxError(f"{self.session.created()[0]['image']} has no python3",
                                 "a copy needs it: sandbox build", 125)
         if status in (125, 126, 127) and err.strip() and not self.begun:

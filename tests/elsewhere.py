@@ -106,6 +106,18 @@ class Elsewhere:
         self.machine.must("pkill", "-KILL", "-f", f"^sshd: (root|{USER})")
 
     @contextmanager
+    def lossy(self) -> Iterator[None]:
+        """Its network loses all packets of ssh: no connection is closed, and none says a word."""
+        rules = [("INPUT", "--dport"), ("INPUT", "--sport")]
+        for chain, side in rules:
+            self.machine.must("iptables", "-I", chain, "-p", "tcp", side, "22", "-j", "DROP")
+        try:
+            yield
+        finally:
+            for chain, side in rules:
+                self.machine.must("iptables", "-D", chain, "-p", "tcp", side, "22", "-j", "DROP")
+
+    @contextmanager
     def silent(self, name: str) -> Iterator[None]:
         """A context whose host takes connections and says nothing: its packets are lost."""
         with socket.create_server(("127.0.0.1", 0)) as nobody:

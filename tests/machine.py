@@ -69,7 +69,7 @@ class Machine:
 
     def run(self, *argv: str, user: str = "root", groups: str = "--init-groups",
             env: dict[str, str] | None = None,
-            input: str = "", seconds: int = 60) -> Result:
+            input: str = "", seconds: int = 300) -> Result:
         words = self.argv(argv, user, groups, env or {})
         return subprocess.run(words, input=input, capture_output=True, text=True, timeout=seconds)
 
@@ -140,12 +140,12 @@ class Machine:
 
     def start_dockerd(self) -> None:
         script = "dockerd >/dev/null 2>&1 & until docker ps >/dev/null 2>&1; do sleep 0.05; done"
-        self.must("timeout", "30", "sh", "-c", script)
+        self.must("timeout", "120", "sh", "-c", script)
 
     def stop_dockerd(self) -> None:
         script = ("pid=$(cat /run/docker.pid) || exit 0; kill $pid; "
                   "while [ -e /proc/$pid ]; do sleep 0.05; done")
-        self.must("timeout", "30", "sh", "-c", script)
+        self.must("timeout", "120", "sh", "-c", script)
 
     def running(self, name: str) -> bool:
         return self.run("pgrep", "-x", name).returncode == 0

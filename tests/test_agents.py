@@ -724,7 +724,10 @@ def test_with_an_allowlist_every_agent_waits_for_a_prompt(guarded: Guarded) -> N
                   lambda url: guarded.run(f"curl -sf {url.replace(STUB, f'http://{MODEL}')}"))
 
 
-FAILED = 'grep -q "fetch failed" /tmp/told; do sleep 0.2; done; kill 0'
+# Gemini tries for minutes: it is ended when it has told why.
+UNTIL_TOLD = """{} >/tmp/told 2>&1 &
+until grep -q 'fetch failed' /tmp/told; do sleep 0.2; done
+kill 0"""
 
 
 @on_docker
@@ -732,9 +735,8 @@ FAILED = 'grep -q "fetch failed" /tmp/told; do sleep 0.2; done; kill 0'
 def test_an_agent_tells_that_its_model_was_refused(guarded: Guarded, agent: str) -> None:
     assert guarded.net("deny", MODEL).returncode == 0
     command = shlex.join([*AGENTS[AGENT_OF[agent]].yolo, *ONCE[agent].split(), "say nothing"])
-    if agent == "gm":  # which tries for minutes
-        command = (f"sh -c {shlex.quote(f'{command} >/tmp/told 2>&1 & until ' + FAILED)}; "
-                   "cat /tmp/told; exit 1")
+    if agent == "gm":
+        command = f"sh -c {shlex.quote(UNTIL_TOLD.format(command))}; cat /tmp/told; exit 1"
     try:
         answer = guarded.run(f"timeout 100 {command} 2>&1")
     finally:

@@ -2,13 +2,16 @@
 
 import http.client
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CONTAINERS_CONF, Engine, Result, unique_name, write_config
+from conftest import CONTAINERS_CONF, Engine, Process, Result, unique_name, write_config
 from elsewhere import HOSTS, Elsewhere, configure, elsewhere
 from service import Service, free_port, wait_for
 
@@ -209,10 +212,11 @@ def test_a_host_that_does_not_answer_is_one_line(there: Elsewhere, home: Path, n
 
 def test_a_cut_connection_is_no_end(there: Elsewhere, name: str, engine: Engine) -> None:
     """Also with a plain DOCKER_HOST. What ran goes on."""
-    assert there.sandbox("run", "-r", "big", "-n", name, "-x", "true").returncode == 0
+    for host in HOSTS:
+        assert there.sandbox("run", "-r", host, "-n", name, "-x", "true").returncode == 0
     marks = "98701"
     ways: list[tuple[str, dict[str, str]]] = [
-        (f"{name}@big", {}), (name, {"DOCKER_HOST": "ssh://root@big"})]
+        (f"{name}@big", {}), (name, {"DOCKER_HOST": "ssh://root@big"}), (f"{name}@lab", {})]
     for full, env in ways:
         run = engine.popen("run", "-n", full, "-x", f"echo began; exec sleep {marks}",
                            env=there.environ | env)
@@ -227,45 +231,107 @@ def test_a_cut_connection_is_no_end(there: Elsewhere, name: str, engine: Engine)
     assert (failed.returncode, failed.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_job_goes_on_when_it_was_cut(there: Elsewhere, name: str, engine: Engine,
-                                       host: str) -> None:
-    """Its output is complete when the host is back, and it was run once; so with one that has
-    ended meanwhile, and one whose session was stopped.
+IMPATIENT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import sandbox, sandbox_hosts
+sandbox.CALL_SECONDS = sandbox_hosts.PROBE_SECONDS = 2
+sandbox_hosts.UNANSWERED_SECONDS = 5
+sandbox.Output.__init__.__defaults__ = (2, *sandbox.Output.__init__.__defaults__[1:])
+sandbox.leave(sandbox.main(sys.argv[2:]))
+"""
+
+
+def test_a_network_that_loses_everything_is_a_cut(there: Elsewhere, name: str, engine: Engine,
+                                                  ) -> None:
+    """No connection is closed, so nobody is told."""
+    runs, hosts = [], [f"{name}@{host}" for host in HOSTS]
+    with ExitStack() as stack:
+        for host, full in zip(HOSTS, hosts, strict=True):
+            assert there.sandbox("run", "-r", host, "-n", name, "-x", "true").returncode == 0
+            argv = [sys.executable, "-I", "-c", IMPATIENT, str(engine.area / "app"), "run",
+                    "-n", full, "-x", "echo began; exec sleep 98702"]
+            run = stack.enter_context(Process(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, **engine.where(env=there.environ)))
+            assert run.stdout and run.stdout.readline() == "began\n"
+            runs.append(run)
+        with there.lossy():
+            for full, run in zip(hosts, runs, strict=True):
+                _, err = run.communicate(timeout=60)
+                assert run.returncode == 125, err
+                assert f"what ran in {full} may go on" in err
+                assert f"sandbox run -n {full}" in err
+    for full in hosts:
+        assert "sleep 98702" in there.sandbox("run", "-n", full, "-x", "ps").stdout
+
+
+def test_two_clients_of_one_session(there: Elsewhere, name: str, engine: Engine) -> None:
+    """What the one renames or removes while the other works in it is told that one."""
+    full = f"{name}@big"
+    other = engine.directory()
+    write_config(other)
+    configure(other, runs=RUNS)
+    there.sandbox("run", "-r", "big", "-n", name, "-x", "true")
+    seen = there.sandbox("run", "-n", full, "-x", "echo seen", home=other)
+    assert seen.stdout == "seen\n", seen.stderr
+    with engine.popen("run", "-n", full, "-x", "echo began; exec sleep 98703",
+                      env=there.environ) as run:
+        assert run.stdout and run.stdout.readline() == "began\n"
+        renamed = there.sandbox("rename", full, f"{name}-2", home=other)
+        assert renamed.returncode == 0, renamed.stderr
+        again = there.sandbox("run", "-n", f"{name}-2@big", "-x", "ps")
+        assert "sleep 98703" in again.stdout, again.stderr
+        removed = there.sandbox("rm", "-f", f"{name}-2@big", home=other)
+        assert removed.returncode == 0, removed.stderr
+        _, err = run.communicate(timeout=60)
+        assert run.returncode in (125, 137) and "Traceback" not in err, (run.returncode, err)
+    told = there.sandbox("run", "-n", full, "-x", "echo never")
+    assert (told.returncode, told.stdout) == (1, "") and f"{full} is gone" in told.stderr
+    anew = there.sandbox("run", "-r", "big", "-n", name, "-x", "echo anew")
+    assert anew.stdout == "anew\n", anew.stderr
+
+
+def test_a_job_goes_on_when_it_was_cut(there: Elsewhere, name: str, engine: Engine) -> None:
+    """Its output is complete when the host is back, and it was run once; it ends with its session.
     """
-    full = f"{name}@{host}"
-    there.sandbox("run", "-r", host, "-n", name, "-x", "true")
-    service = Service(engine, env=there.environ)
+    service, lines = Service(engine, env=there.environ), ["began", *map(str, range(1, 20001))]
 
     def output(job: Any, stream: str = "") -> str:
-        path = f"/api/sessions/{full}/jobs/{job['id']}/output?stream={stream}"
+        path = f"/api/sessions/{job['session']}/jobs/{job['id']}/output?stream={stream}"
         return service.get(path).body.decode()
 
-    def began(job: Any, said: str) -> bool:
-        return said in output(job)
+    def began(job: Any) -> bool:
+        return "began" in output(job)
 
-    try:
-        first = service.job(full, "echo began; echo once >>/tmp/runs; "
-                            "until [ -e /tmp/go ]; do sleep 0.1; done; "
-                            "for i in $(seq 20000); do echo $i; done; echo bad >&2; exit 7")
-        second = service.job(full, "echo on; exec sleep 1000")
-        for job, said in ((first, "began"), (second, "on")):
-            wait_for(partial(began, job, said))
-        there.cut()
+    jobs = []
+    for host in HOSTS:
+        there.sandbox("run", "-r", host, "-n", name, "-x", "true")
+        jobs += [service.job(f"{name}@{host}", command) for command in (
+            "echo began; echo once >>/tmp/runs; until [ -e /tmp/go ]; do sleep 0.1; done; "
+            "for i in $(seq 20000); do echo $i; done; echo bad >&2; exit 7",
+            "echo began; exec sleep 1000")]
+    for job in jobs:
+        wait_for(partial(began, job))
+    there.cut()
+    for job, lasting in (jobs[:2], jobs[2:]):
+        full = job["session"]
         assert there.sandbox("run", "-n", full, "-x", "touch /tmp/go").returncode == 0
-        ended = service.ended(first)
+        ended = service.ended(job)
         assert (ended["exit"], ended["state"]) == (7, "ended"), ended
-        lines = ["began", *map(str, range(1, 20001))]
-        assert output(first, "stdout") == "".join(f"{line}\n" for line in lines)
-        assert output(first, "stderr") == "bad\n"
-        kept = there.sandbox("run", "-n", full, "-x", "cat /tmp/runs; ls /run/sandbox/jobs")
-        assert kept.stdout.split("\n")[0] == "once" and kept.stdout.count("\n") == 3, kept.stdout
-        now = service.get(f"/api/sessions/{full}/jobs/{second['id']}").json
-        assert now["state"] == "running"
+        assert output(job, "stdout") == "".join(f"{line}\n" for line in lines)
+        assert output(job, "stderr") == "bad\n"
+        kept = there.sandbox("run", "-n", full, "-x", "cat /tmp/runs; ls /run/sandbox/jobs").stdout
+        assert kept.startswith("once\n") and kept.count("\n") == 3  # and what the other keeps
+        assert service.get(f"/api/sessions/{full}/jobs/{lasting['id']}").json["state"] == "running"
         assert there.sandbox("stop", full).returncode == 0
-        assert service.ended(second)["exit"] == 137
-    finally:
-        service.end()
+        assert service.ended(lasting)["exit"] == 137
+    # One of an earlier version has no place to keep anything.
+    assert there.sandbox("start", full).returncode == 0
+    there.sandbox("run", "-n", full, "-x", "rm -r /run/sandbox")
+    plain = service.job(full, "echo plain; exit 3")
+    assert (service.ended(plain)["exit"], output(plain, "stdout")) == (3, "plain\n")
+    service.end()
 
 
 def test_a_port_reaches_this_machine(there: Elsewhere, name: str, engine: Engine) -> None:

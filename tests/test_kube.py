@@ -381,12 +381,13 @@ def test_an_allowlist_holds_and_a_hidden_key_stays_hidden(cluster: Cluster, name
     cluster.must("budget", name, "1tokens")
     assert ask() == "402 200\n"
     cluster.must("budget", name, "")
-    # The proxy comes back elsewhere.
+    # The proxy comes back elsewhere, for whoever comes first.
     proxy = cluster.kubectl("get", "pods", "-l", "sandbox.proxy", "-o", "name").strip()
     cluster.kubectl("delete", proxy, "--force", "--grace-period=0")
     [row] = json.loads(cluster.must("ps", "--json", "--on", "k8s").stdout)
     assert row["network"] == "cut" and row["keys"] == "hidden"
-    assert ask() == "200 200\n"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert [*pool.map(lambda _: ask(), range(3))] == ["200 200\n"] * 3
     cluster.must("stop", name)
     assert '"verdict": "deny"' in cluster.must("net", "log", name).stdout
     cluster.must("start", name)
@@ -395,7 +396,7 @@ def test_an_allowlist_holds_and_a_hidden_key_stays_hidden(cluster: Cluster, name
     assert ask() == "200 200\n"
     [used] = json.loads(cluster.must("usage", name, "--json").stdout)
     [day] = used["days"].values()
-    assert day["models"]["stub"]["requests"] == 5
+    assert day["models"]["stub"]["requests"] == 7
     cluster.must("rm", "-f", name)
     wait_for(lambda: not cluster.left(), 60)
     assert not cluster.must("prune", "--on", "k8s").stdout
@@ -441,9 +442,8 @@ def test_a_network_that_cannot_be_cut_off_is_refused(cluster: Cluster, name: str
     cluster.kubectl("create", "rolebinding", "sandbox", "--role", "sandbox", "--user", "person",
                     "-n", "strict")
     here = ("run", "-n", name, "--on", "strict")
-    for asked in (["--net", "none"], ["--allow", "a.example"]):
-        refused = cluster.must(*here, *asked, "-x", "true", status=125)
-        assert "an administrator allows it in the namespace" in refused.stderr, refused.stderr
+    refused = cluster.must(*here, "--allow", "a.example", "-x", "true", status=125)
+    assert "an administrator allows it in the namespace" in refused.stderr, refused.stderr
     said = cluster.must(*here, "--keys", "hidden", "-x", "cat here")
     assert said.stdout == "ours\n"
     cluster.must("rm", "-f", f"{name}@strict")

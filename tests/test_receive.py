@@ -324,3 +324,40 @@ def test_a_list_waits_for_no_dead_host(far: Far, monkeypatch: pytest.MonkeyPatch
     assert listed() == (names, why)  # and nobody waits while it is asked again
     wait_for(lambda: answered() == (["here", "one@big"], ""))
     wait_for(answer)
+
+
+# --- What a session keeps ---
+
+
+def test_what_is_kept_is_run_once_and_shown_from_anywhere(tmp_path: Path) -> None:
+    """Also where nothing was kept, where it cannot be, and where its keeper was killed."""
+    program = (ROOT / "static" / "session" / "keep.py").read_text()
+    source = program.replace('"/run/sandbox/jobs"', repr(str(tmp_path / "jobs")))
+
+    def keep(position: int, *command: str, given: str = "") -> bytes:
+        argv = [sys.executable, "-I", "-S", "-c", source, *command]
+        return subprocess.run(argv, input=given.encode(), stdout=subprocess.PIPE, timeout=60,
+                              env={"SANDBOX_HOLD": f"tag {position}", **os.environ}).stdout
+
+    runs, go = tmp_path / "runs", tmp_path / "go"
+    command = ("sh", "-c", f"echo a; echo >>{runs}; until [ -e {go} ]; do sleep 0.1; done; "
+               "echo b >&2; exit 5")
+    assert keep(0, *command).startswith(b"h\0\0\0\0")  # its client is gone at once
+    wait_for(runs.exists)
+    go.touch()
+    whole = b"o\0\0\0\2a\n" + b"m\0\0\0\2b\n" + b"e\0\0\0\0015"
+    wait_for(lambda: keep(0, *command).endswith(whole))
+    assert keep(7).endswith(whole[7:]) and b"a" not in keep(7)
+    assert runs.read_text() == "\n"
+    assert keep(0, given="!").endswith(whole) and not [*(tmp_path / "jobs").iterdir()]
+    assert keep(0) == b"e\0\0\0\0"
+    killed = keep(0, "sh", "-c", f"rm {go}; kill -9 $PPID; echo never")
+    wait_for(lambda: not go.exists())
+    wait_for(lambda: keep(0).endswith(b"e\0\0\0\0"))
+    assert killed[:1] == b"h"
+    for path in (tmp_path / "jobs").iterdir():
+        path.unlink()
+    (tmp_path / "jobs").rmdir()
+    (tmp_path / "jobs").touch()
+    assert keep(0, *command).startswith(b"n")
+    assert runs.read_text() == "\n"

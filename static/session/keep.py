@@ -7,8 +7,9 @@ before. For a tag it is run once, however often a client asks for that.
 
 stdout has frames as those of hold.py: a letter, the length of what follows (4 bytes, the highest
 first), and that. `h` says that it is still there; `o` and `m`, which count for the position, are
-what the command has printed on stdout and stderr; `e` is the status, empty where nobody knows it.
-It ends there, when a byte on stdin says that all has arrived, or at the end of stdin.
+what the command has printed on stdout and stderr; `e` is the status, empty where nobody knows it;
+`n`, first and alone, is the reason why nothing was started. It ends when a byte on stdin says that
+the status has arrived, or at the end of stdin.
 
 FOLDER/TAG has the frames that count, and is locked by who keeps them; FOLDER/TAG.status the status.
 """
@@ -49,8 +50,7 @@ def keep(log: int, path: str, tag: str, command: list[str]) -> NoReturn:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    status = os.open(f"{path}.status", os.O_WRONLY | os.O_CREAT, 0o600)
-    write_all(status, b" " * STATUS_BYTES)  # room for it on a full disk
+    status = os.open(f"{path}.status", os.O_WRONLY)
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     actions = [(os.POSIX_SPAWN_DUP2, end, fd) for end, fd in ((out_end, 1), (err_end, 2))]
     pid = os.posix_spawnp(command[0], command, {**os.environ, "SANDBOX_EXEC": tag}, setpgroup=0,
@@ -133,26 +133,35 @@ def show(log: int, path: str, position: int) -> None:
         os.unlink(f"{path}.status")
 
 
-def main() -> None:
-    tag, position = os.environ.pop("SANDBOX_HOLD").split()
-    command = sys.argv[1:]
-    path = f"{FOLDER}/{tag}"
-    os.makedirs(FOLDER, 0o700, exist_ok=True)
-    log = os.open(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if command else 0), 0o600)
+def opened(path: str, tag: str, command: list[str]) -> int:
+    """What is kept of a tag, by a keeper that is started where there was none. Raises OSError."""
     if command:
+        os.makedirs(FOLDER, 0o700, exist_ok=True)
+        log = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            status = os.open(f"{path}.status", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except (BlockingIOError, FileExistsError):
             pass
         else:
-            if not os.path.exists(f"{path}.status") and not os.fork():
+            write_all(status, b" " * STATUS_BYTES)  # room for it on a full disk
+            if not os.fork():
                 keep(log, path, tag, command)
-    os.close(log)  # the lock is the keeper's now
-    show(os.open(path, os.O_RDONLY), path, int(position))
+        os.close(log)  # the lock is the keeper's now
+    return os.open(path, os.O_RDONLY)
+
+
+def main() -> None:
+    tag, position = os.environ.pop("SANDBOX_HOLD").split()
+    path, command = f"{FOLDER}/{tag}", sys.argv[1:]
+    try:
+        log = opened(path, tag, command)
+    except OSError as error:
+        why = str(error).encode("utf-8", "replace")[:999]
+        os.write(1, frame(b"n", why) if command else frame(b"e"))
+        return
+    show(log, path, int(position))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except FileNotFoundError:
-        os.write(1, frame(b"e"))
+    main()
