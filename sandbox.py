@@ -1596,7 +1596,8 @@ def each(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
-FORWARDERS = ("ssh", "sshd", "socat")  # programs whose sockets lead to another machine
+# Programs whose sockets lead to another machine.
+FORWARDERS = ("ssh", "sshd", "sshd-session", "socat")
 
 
 def is_here(address: str) -> bool:
@@ -1606,7 +1607,9 @@ def is_here(address: str) -> bool:
 
 
 def listener(path: str) -> str:
-    """The program that listens on a socket, '' where that is not known."""
+    """The program that listens on a socket, '' where that is not known. One that went to the
+    background after it had begun to listen, as `ssh -f` does, is not there any more.
+    """
     with suppress(ImportError, OSError):
         from _socket import AF_UNIX, SO_PEERCRED, SOL_SOCKET, socket  # the module takes 3 ms
 
@@ -1614,6 +1617,11 @@ def listener(path: str) -> str:
         client.setblocking(False)
         client.connect(path)
         pid = int.from_bytes(client.getsockopt(SOL_SOCKET, SO_PEERCRED, 12)[:4], sys.byteorder)
+        if pid:  # it is seen from here
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return FORWARDERS[0]
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
             return file.read().strip()
     return ""
@@ -4201,6 +4209,12 @@ def decision_of(line: str | bytes) -> Any:
     return None
 
 
+def kept_seconds(engine: Engine, session: Session) -> int:
+    """For an answer about what a proxy has kept: a host may have to start something that reads it.
+    """
+    return 6 * CALL_SECONDS if engine.host and session.state != "running" else CALL_SECONDS
+
+
 def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
     """What the proxy has decided about each host, the first one asked for first.
 
@@ -4209,7 +4223,7 @@ def kept_decisions(engine: Engine, session: Session) -> list[dict[str, Any]]:
     argv = engine.copy_argv(session.proxy, f"{KEPT_DIRECTORY}/decisions")
     # No output where nothing was decided yet, or an old proxy kept nothing. Else a tar archive: its
     # header is no decision, and NULs are before and behind the file.
-    _, out, _ = Output(argv).result()
+    _, out, _ = Output(argv, kept_seconds(engine, session)).result()
     entries = filter(None, map(decision_of, out.replace("\0", "\n").split("\n")))
     return sorted(entries, key=lambda entry: str(entry["first"]))
 

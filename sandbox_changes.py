@@ -780,7 +780,8 @@ FROM_DIRECTORY, GIT_DIRECTORY = "/run/sandbox-from", "/run/sandbox-git"
 DIVERGED_STATUS = 98
 
 
-def copy_argvs(engine: Engine, session: Session, source: Session | None) -> list[list[str]]:
+def copy_argvs(engine: Engine, session: Session, source: Session | None,
+               name: str = "") -> list[list[str]]:
     """The engine calls that fill the copy of a new session: from the directory, or what a source
     has in its own copy, with the snapshots that tell what of it was not merged.
     """
@@ -795,7 +796,8 @@ def copy_argvs(engine: Engine, session: Session, source: Session | None) -> list
         if admin:
             pairs[0].append((os.path.dirname(os.path.dirname(admin)), GIT_DIRECTORY, "ro"))
     script = sandbox.asset("session/copy.sh")
-    return [closed_argv(engine, session, script, [os.path.basename(admin)], binds, WRITING)
+    return [closed_argv(engine, session, script, [os.path.basename(admin)], binds, WRITING,
+                        name=name)
             for binds in pairs]
 
 
@@ -815,8 +817,9 @@ def make_copy(engine: Engine, session: Session, source: Session | None = None) -
 
 def fill_copy(engine: Engine, session: Session, source: Session | None) -> None:
     directory = session.labels["sandbox.directory"]
-    for argv in copy_argvs(engine, session, source):
-        remove = engine.argv("remove", argv[argv.index("--name") + 1])
+    name = f"{session.copy}-{sandbox.random_id()}"
+    remove = engine.argv("remove", name)
+    for argv in copy_argvs(engine, session, source, name):
         step = sandbox.Step(f"copy {directory}", ended_by=remove)
         try:
             step.run(argv, silent_seconds=1)

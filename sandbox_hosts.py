@@ -243,7 +243,8 @@ class Listed:
             had = ", ".join(f"{row['name']} {row['state']}" for row in found
                             if not sandbox.is_proxy(row)) or "no session"
             self.seen = f"; at {time.strftime('%H:%M')} it had {had}"[:1000]
-        except (SandboxError, LookupError, TypeError, ValueError) as error:
+        except (SandboxError, AttributeError, LookupError, RecursionError, TypeError,
+                ValueError) as error:
             self.why = silent(self.name, error)
         return self.why
 
@@ -377,16 +378,20 @@ def check_cut(engine: Engine, session: Session, tag: str, held: bool = False) ->
 SILENT_SECONDS = 60  # after which a connection is given up: who keeps it says more often that he is
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60
 TRIES = 3  # of a call that does not begin though its host answers
-ERROR_BYTES, END_MS = 1 << 20, 2000  # of what a call says on stderr; for it to end after all
+ERROR_BYTES, LOOK_MS = 1 << 20, 250  # of what a call says on stderr, and how often that is seen
+END_MS = 2000  # for a call to end after all
+CANCEL_SECONDS = 600  # for which a host that does not answer keeps a job that was cancelled
 
 
-def followed(engine: Engine, session: Session, workdir: str, tag: str,
-             command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def followed(engine: Engine, session: Session, workdir: str, tag: str, command: Sequence[str],
+             cancel: str) -> tuple[list[str], dict[str, str]]:
     """The call that runs a command in a session of a host to its end, whatever becomes of the
-    connection; and what its environment needs besides SANDBOX_ENV.
+    connection, unless there is the file `cancel`; and what its environment needs besides
+    SANDBOX_ENV.
     """
     about = sandbox.to_json({
         "runtime": f"{engine.name}@{engine.host}", "workdir": workdir, "tag": tag,
+        "cancel": cancel,
         "session": [session.name, "", {"sandbox.user": session.user}, session.id]})
     return sandbox.own_argv("sandbox_hosts", "follow", *command), {"SANDBOX_FOLLOW": about}
 
@@ -396,15 +401,22 @@ def follow() -> int:
     about = sandbox.parse_json(os.environ.pop("SANDBOX_FOLLOW"))
     engine = sandbox.engine_of(*about["runtime"].partition("@")[::2])
     kept = Kept(engine, sandbox.Session(*about["session"]), about, sys.argv[2:])
-    pause, tries, had = FIRST_PAUSE_SECONDS, 0, None
+    pause, tries, had, cancelled = FIRST_PAUSE_SECONDS, 0, None, 0.0
     while True:
         status, err = kept.attempt()
         if kept.ended:
             return status
-        gone, tries = kept.is_gone(), tries + 1
-        if gone or gone is False and not kept.begun and tries == TRIES:
+        gone = kept.is_gone()
+        tries += gone is False
+        if gone or not kept.begun and tries >= TRIES:
             os.write(2, err)
             return sandbox.KILLED if gone else status
+        if os.path.exists(about["cancel"]):  # whoever asked for that could not reach it
+            cancelled = cancelled or time.monotonic()
+            if gone is False:
+                sandbox.signal_tagged(engine, kept.session, kept.tag, "TERM", 3)
+            elif time.monotonic() - cancelled > CANCEL_SECONDS:
+                return sandbox.KILLED
         pause = FIRST_PAUSE_SECONDS if had != kept.position else pause
         had = kept.position
         time.sleep(pause)
@@ -452,10 +464,13 @@ class Kept:
 
     def read(self, out: int, given: int, errors: int) -> tuple[bool, int]:
         """Whether the call has not ended; and the status, -1 for that of the call."""
-        frames, poller = sandbox.Frames(), select.poll()
+        frames, poller, heard = sandbox.Frames(), select.poll(), time.monotonic()
         poller.register(out, select.POLLIN)
-        while poller.poll(SILENT_SECONDS * 1000) and os.fstat(errors).st_size < ERROR_BYTES:
-            data = os.read(out, 65536)
+        while (time.monotonic() - heard < SILENT_SECONDS
+               and os.fstat(errors).st_size < ERROR_BYTES):
+            if not poller.poll(LOOK_MS):
+                continue
+            data, heard = os.read(out, 65536), time.monotonic()
             if not data:
                 return False, -1
             try:
@@ -489,7 +504,8 @@ class Kept:
             status, out, err = Output(self.engine.inspect_argv(self.session.id)).result()
             if status:
                 return self.engine.is_absent(err) or None
-            return self.engine.read_inspected(out)[2] not in ("running", "paused")
+            state = self.engine.read_inspected(out)[2]
+            return None if state == "lost" else state not in ("running", "paused")
         except (SandboxError, LookupError, ValueError, TypeError):
             return None
 

@@ -272,7 +272,8 @@ COUNTS = ("requests", "input", "output", "cached", "written", "written_long")
 
 def ask_counts(engine: Engine, session: Session) -> Output:
     """The question for the file of counts, begun. Without one nothing was used yet."""
-    return Output(engine.copy_argv(session.proxy, f"{sandbox.KEPT_DIRECTORY}/counts.json"))
+    return Output(engine.copy_argv(session.proxy, f"{sandbox.KEPT_DIRECTORY}/counts.json"),
+                  sandbox.kept_seconds(engine, session))
 
 
 def read_counts(text: str) -> Any:
@@ -361,7 +362,10 @@ def take_counts(engine: Engine, old: Session, new: Session) -> None:
     """Let a session go on from what the one has counted whose place it takes. Raises
     SandboxError.
     """
-    status, out, _ = ask_counts(engine, old).result(ANSWER_BYTES)
+    status, out, err = ask_counts(engine, old).result(ANSWER_BYTES)
+    if status and engine.host and not (engine.is_absent(err) or "o such file" in err
+                                       or "ould not find" in err):
+        raise engine.failure(err)
     if not status:
         try:
             days_of(data := read_counts(out))

@@ -686,7 +686,7 @@ def run(engine: Engine, given: str, user: str, *command: str) -> int:
 def this_machine() -> str:
     """What tells those who see the processes that we see; '' where that is not known."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
-        return digest(boot.read() + os.readlink("/proc/self/ns/pid"))
+        return digest(f"{boot.read()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}")
     return ""
 
 
@@ -696,9 +696,10 @@ def end_lost(engine: Engine, here: str) -> None:
     """
     status, out, _ = kubectl(engine, "get", "pods", "-l", f"sandbox.client={here}", "-o", "json")
     metas = [item["metadata"] for item in ([] if status else sandbox.parse_json(out)["items"])]
-    marks = {meta["name"]: meta["annotations"]["sandbox.process"].split() for meta in metas}
-    if lost := [name for name, (pid, began) in marks.items()
-                if pid.isdigit() and sandbox.mark_of(pid) != f"{pid} {began}"]:
+    marks = {meta["name"]: str(meta.get("annotations", {}).get("sandbox.process"))
+             for meta in metas}
+    if lost := [name for name, mark in marks.items() if (pid := mark.partition(" ")[0]).isdigit()
+                and sandbox.mark_of(pid) != mark]:
         kubectl(engine, "delete", "pod", *lost, "--ignore-not-found", "--grace-period=0", "--force",
                 "--wait=false")
 

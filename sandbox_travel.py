@@ -302,6 +302,7 @@ class Helper:
         raise self.not_all(self.lost)
 
     def not_all(self, why: str) -> SandboxError:
+        self.session.new_mirror = ""
         what = "has not all come from" if self.given else "is not all on"
         return SandboxError(f"{self.directory} {what} {self.engine.host}: {why}",
                             "start it again: what has arrived is not sent again", 125)
@@ -313,8 +314,6 @@ class Helper:
             self.to.write(b"%d\n%s" % (len(program), program))
             self.to.flush()
             had, self.begun = self.had(), True
-            if not had:
-                self.session.new_mirror = self.mirror
             for tree in self.trees:
                 tree.send(had, self.write)
             for whole in sorted(had, reverse=True):
@@ -323,6 +322,8 @@ class Helper:
             self.to.close()
         except BrokenPipeError:
             raise self.failure() from None
+        if not had:  # what was cut off goes on, and so stays
+            self.session.new_mirror = self.mirror
         if any(tree.sent_bytes for tree in self.trees) and time.monotonic() - self.step.began > 1:
             sandbox.say(f"{self.step.head}  {self.step.elapsed()}")
         for line in [line for tree in self.trees for line in tree.lacking][:5]:

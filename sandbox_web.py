@@ -647,6 +647,7 @@ class App(ThreadingHTTPServer):
         self.news, self.changes = News(), Changes()
         # What all sessions have used, and when that was read.
         self.usage: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
+        self.stopped_usage = -math.inf  # when the sessions of hosts that are stopped were asked
         self.usage_lock = threading.Lock()
         self.hidden: dict[str, Any] = {}  # of each host the sessions whose keys are hidden
         self.stopping = False
@@ -1358,13 +1359,20 @@ def get_all_usage(app: App, _request: Request, _params: Params) -> Answer:
     with app.usage_lock:
         if time.monotonic() - app.usage[0] > USAGE_SECONDS:
             hidden, _ = sandbox_keys.hidden_sessions(sandbox.load_config(), app.hidden)
-            entries = sandbox_keys.used(hidden)
-            app.usage = (time.monotonic(), entries)
+            # A host may have to start something for the counts of a session that is stopped.
+            kept = {entry["name"]: entry for entry in app.usage[1]}
+            recent = time.monotonic() - app.stopped_usage < STOPPED_USAGE_SECONDS
+            asked = [(engine, session) for engine, session in hidden if session.name not in kept
+                     or not (recent and engine.host and session.state != "running")]
+            if not recent:
+                app.stopped_usage = time.monotonic()
+            kept |= {entry["name"]: entry for entry in sandbox_keys.used(asked)}
+            app.usage = (time.monotonic(), [kept[session.name] for _, session in hidden])
         return json_answer({"sessions": app.usage[1], "day": iso(time.time())[:10],
                             "prices": sandbox_keys.table()["prices"]["date"]})
 
 
-USAGE_SECONDS = 5
+USAGE_SECONDS, STOPPED_USAGE_SECONDS = 5, 300
 
 
 def post_budget(app: App, request: Request, params: Params) -> Answer:
@@ -1571,7 +1579,8 @@ def start_job(engine: Engine, session: Session, kind: str, command: str, shown: 
     if engine.host:
         import sandbox_hosts
 
-        argv, more = sandbox_hosts.followed(engine, session, workdir(session), tag, argv)
+        argv, more = sandbox_hosts.followed(engine, session, workdir(session), tag, argv,
+                                            f"{folder}/cancel")
     else:
         argv = sandbox.exec_argv(engine, session, workdir(session), tag, argv)
     job = {"id": id, "session": session.name, "kind": kind, "command": command, **shown,

@@ -4,6 +4,7 @@ container is a process of this machine, and its mirror a directory.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -311,7 +312,7 @@ def test_a_list_waits_for_no_dead_host(far: Far, monkeypatch: pytest.MonkeyPatch
     assert listed() == (["here"], "big has not answered yet")
     wait_for(lambda: answered() == (["here", "one@big"], ""))
     wait_for(answer)
-    monkeypatch.setattr(sandbox, "read_containers", lambda *_: {"": []}["lies"])
+    monkeypatch.setattr(sandbox, "read_containers", lambda *_: {}.lies)  # type: ignore[attr-defined]
     hosts["big"].pause = 600
     wait_for(lambda: answered()[1])
     names, why = listed()
@@ -361,3 +362,70 @@ def test_what_is_kept_is_run_once_and_shown_from_anywhere(tmp_path: Path) -> Non
     (tmp_path / "jobs").touch()
     assert keep(0, *command).startswith(b"n")
     assert runs.read_text() == "\n"
+
+
+class Follower:
+    """follow() with processes of this machine for calls of a host, which says these states."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cancel, self.monkeypatch = folder / "cancel", monkeypatch
+        self.command, self.states, self.signals = ["false"], list[str](), list[str]()
+        engine = SimpleNamespace(
+            exec_argv=lambda *_, **__: self.command, inspect_argv=lambda _: ["true"],
+            read_inspected=lambda _: ("id", "far", self.states.pop(0), 0, 0, {}))
+        monkeypatch.setattr(sandbox, "engine_of", lambda *_: engine)
+        monkeypatch.setattr(sandbox, "exec_argv", lambda *_: ["false"])
+        monkeypatch.setattr(sandbox, "signal_tagged",
+                            lambda _engine, _session, tag, name, _: self.signals.append(tag + name))
+        monkeypatch.setattr(sandbox_hosts, "LONGEST_PAUSE_SECONDS", 0)
+
+    def follow(self, *states: str) -> int:
+        self.states = [*states]
+        about = {"runtime": "docker@big", "workdir": "/", "tag": "tag", "cancel": str(self.cancel),
+                 "session": ["far", "", {"sandbox.user": "0:0"}, "id"]}
+        self.monkeypatch.setenv("SANDBOX_FOLLOW", json.dumps(about))
+        return sandbox_hosts.follow()
+
+
+def test_a_follower_ends_with_what_it_follows_and_no_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = Follower(tmp_path, monkeypatch)
+    away = ["lost"] * 5  # a node that is not heard has not ended
+    assert far.follow(*away, "exited") == sandbox.KILLED and not far.states
+    assert far.follow(*away, "running", "running", "running") == 1 and not far.states
+    far.cancel.touch()
+    assert far.follow("running", "lost", "exited") == sandbox.KILLED
+    assert far.signals == ["tagTERM"]  # as soon as it is reached
+    monkeypatch.setattr(sandbox_hosts, "CANCEL_SECONDS", -1)
+    assert far.follow("lost", "never asked") == sandbox.KILLED and far.states == ["never asked"]
+
+
+def test_a_flood_of_errors_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_hosts, "SILENT_SECONDS", 600)
+    far = Follower(tmp_path, monkeypatch)
+    far.command = ["sh", "-c", "head -c 99999999 /dev/zero >&2; sleep 600"]
+    assert far.follow("exited") == sandbox.KILLED
+
+
+def test_a_forwarder_that_went_to_the_background_leads_elsewhere(tmp_path: Path) -> None:
+    """As `ssh -f` does, after it has begun to listen."""
+    path, go = tmp_path / "socket", tmp_path / "go"
+    os.mkfifo(go)
+    with socket.socket(socket.AF_UNIX) as ours:
+        ours.bind(str(path))
+        ours.listen()
+        assert sandbox.is_here(f"unix://{path}")
+    path.unlink()
+    if not (parent := os.fork()):
+        with socket.socket(socket.AF_UNIX) as theirs:
+            theirs.bind(str(path))
+            theirs.listen()
+            if not os.fork():
+                go.read_bytes()
+            os._exit(0)
+    os.waitpid(parent, 0)
+    try:
+        assert not sandbox.is_here(f"unix://{path}")
+    finally:
+        go.write_bytes(b"")

@@ -302,6 +302,7 @@ def test_a_cut_seed_goes_on(far: Far, name: str) -> None:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 125, said
     assert "start it again: what has arrived is not sent again" in said
+    assert some_are_there()
     assert far.volumes("copy") == far.volumes("home") == far.volumes("shadow") == []
     assert far.run(name, "cat * | wc -c") == f"{40 * (8 << 20)}\n"
     mirror = far.files(far.volumes("mirror")[0]) / "from"
