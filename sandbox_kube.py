@@ -203,7 +203,9 @@ class Kubectl(Engine):
                      [*capabilities, "SETUID", "SETGID"], limits)
         pod["metadata"]["labels"] = {key: label_of(value) for key, value in labels.items()}
         pod["spec"]["activeDeadlineSeconds"] = HELPER_SECONDS
-        pod["spec"]["containers"][0]["resources"]["requests"] = {"memory": "64Mi"}
+        container = pod["spec"]["containers"][0]
+        container["securityContext"]["allowPrivilegeEscalation"] = False
+        container["resources"]["requests"] = {"memory": "64Mi"}
         return self.program("run", to_json(pod), user, *command)
 
     def try_argv(self, image: str, command: Sequence[str], network: str = "open",

@@ -151,6 +151,10 @@ def test_a_session_keeps_what_it_has_and_leaves_nothing(cluster: Cluster, name: 
     assert spec["containers"][0]["resources"]["limits"] == {"memory": "256Mi"}
     again = cluster.must("run", "-n", "Anew_1", "-x", "cat ~/state; ls copied")
     assert again.stdout == "kept\ncopied\n"
+    copied = cluster.must("run", "--from", "Anew_1@k8s", "-n", f"{name}-2", "-x",
+                          "cat ~/state made")
+    assert copied.stdout == "kept\nkept\n"
+    cluster.must("rm", "-f", f"{name}-2@k8s")
     cluster.must("merge", "Anew_1@k8s")
     assert (cluster.project / "made").read_text() == "kept\n"
     cluster.must("rm", "-f", "Anew_1@k8s")
