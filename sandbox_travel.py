@@ -314,6 +314,7 @@ class Helper:
             self.to.write(b"%d\n%s" % (len(program), program))
             self.to.flush()
             had, self.begun = self.had(), True
+            is_new = not had
             for tree in self.trees:
                 tree.send(had, self.write)
             for whole in sorted(had, reverse=True):
@@ -322,7 +323,7 @@ class Helper:
             self.to.close()
         except BrokenPipeError:
             raise self.failure() from None
-        if not had:  # what was cut off goes on, and so stays
+        if is_new:  # what was cut off goes on, and so stays
             self.session.new_mirror = self.mirror
         if any(tree.sent_bytes for tree in self.trees) and time.monotonic() - self.step.began > 1:
             sandbox.say(f"{self.step.head}  {self.step.elapsed()}")
