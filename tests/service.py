@@ -113,6 +113,9 @@ class Service:
             sent = {"Cookie": self.cookie if cookie is None else cookie, **(headers or {})}
             connection.request(method, path, body, {k: v for k, v in sent.items() if v})
             return Reply(connection.getresponse())
+        except ConnectionError as error:
+            error.add_note(f"the status of the service is {self.process.poll()}")
+            raise
         finally:
             connection.close()
 
