@@ -1068,7 +1068,8 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 # --- Engine processes ---
-# One door: every process is started by spawn(), which can say what it starts (SANDBOX_TRACE=1).
+# One door: every process is started by spawn(), which can say what it starts (SANDBOX_TRACE=1), but
+# for a copy of this one: see Kubectl.spawn() in sandbox_kube.py.
 
 
 def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
@@ -1078,8 +1079,7 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
     Raises FileNotFoundError when there is no such program. Where the handler of a signal raises,
     the child is ended first: nobody else knows its pid yet.
     """
-    if os.environ.get("SANDBOX_TRACE"):
-        print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
+    trace(argv)
     # Under nohup SIGHUP stays ignored: the person wants that for the child as well.
     reset = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE]
     reset += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
@@ -1097,6 +1097,11 @@ def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None,
         if pid:
             terminate(pid)
         raise
+
+
+def trace(argv: Sequence[str]) -> None:
+    if os.environ.get("SANDBOX_TRACE"):
+        print("+ " + printable(quote_all(argv)), file=sys.stderr, flush=True)
 
 
 def own_argv(module: str, function: str, *words: str) -> list[str]:
@@ -1654,6 +1659,7 @@ class Engine:
     disk_root = ""  # where it most often keeps its images
     sockets: tuple[str, ...] = ()  # where it may listen; {run} and {home} are folders of the user
     address_variable = ""  # tells the client which one is meant
+    elsewhere_built = ""  # how images come to one that builds none
     daemonless = False  # the client itself starts containers, with helper programs of this machine
     daemon = ""  # the program of its daemon
     options: tuple[str, ...] = ()  # of the client: what an entry of "hosts" may say
@@ -1732,6 +1738,10 @@ class Engine:
         """How ssh is told to reach its host; [] where the client does so in another way."""
         return []
 
+    def client_there(self) -> list[str]:
+        """What a call begins with on the host itself; [] where no client is sure to be there."""
+        return []
+
     @property
     def is_named(self) -> bool:
         """Whether it is a host of the key "hosts"."""
@@ -1763,9 +1773,9 @@ class Engine:
         """
         return [*self.client, *self.calls[call], *map(self.bare, names)]
 
-    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS, leads: bool = False) -> str:
+    def ask(self, argv: Sequence[str], seconds: float = CALL_SECONDS) -> str:
         """Standard output of a call that must succeed. Raises EngineProblem or SandboxError."""
-        status, out, err = Output(argv, seconds, leads=leads).result()
+        status, out, err = Output(argv, seconds).result()
         if status:
             raise self.failure(err)
         return out
@@ -1889,6 +1899,11 @@ class Engine:
         """The creation of a container, begun."""
         return Output(argv, LONG_SECONDS, leads=self.shares_files)
 
+    def rename(self, id: str, name: str) -> tuple[int, str]:
+        """Rename a container; the client's status and what it said on stderr."""
+        status, _, err = Output(self.argv("rename", id, name), leads=self.shares_files).result()
+        return status, err
+
     # Docker and podman would swallow Ctrl-P to detach; these eight keys nobody types.
     detach_keys = ",".join(["ctrl-\\"] + ["ctrl-@"] * 7)
 
@@ -1900,6 +1915,10 @@ class Engine:
                 *(["-t", "--detach-keys", self.detach_keys] if terminal else []),
                 *(["--user", user] if user else []), *(["--workdir", workdir] if workdir else [])]
         return [*argv, *each("-e", env), self.bare(name), *command]
+
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str], *, own_group: bool) -> int:
+        """Start the call of an exec on our own streams and return its pid."""
+        return spawn(argv, env=env, own_group=own_group)
 
     def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
                   since: float = 0) -> list[str]:
@@ -2105,10 +2124,21 @@ class Docker(Engine):
                     return str(found["Endpoints"]["docker"]["Host"])
         return ""
 
-    def ssh_words(self) -> list[str]:
+    def there(self) -> str:
+        """The address of its daemon, "" for none that we know."""
         place = self.client[2] if self.is_named else self.place()
-        address = place if "://" in place else self.endpoint(place)
+        return place if "://" in place else self.endpoint(place)
+
+    def ssh_words(self) -> list[str]:
+        address = self.there()
         return [ssh_address(address)] if address.startswith("ssh://") else []
+
+    def client_there(self) -> list[str]:
+        address = self.there()
+        if not address.startswith("ssh://"):
+            return []
+        _, _, path = address.removeprefix("ssh://").partition("/")
+        return [self.name, *(["--host", f"unix:///{path}"] if path else [])]
 
     def is_rootless(self, fact: str) -> bool:
         return fact == "rootless"
@@ -3299,7 +3329,9 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
     stop_session(engine, session)
     try:
         with SignalsHeld():
-            engine.ask(engine.argv("rename", session.id, aside), leads=engine.shares_files)
+            taken, err = engine.rename(session.id, aside)
+        if taken:
+            raise engine.failure(err)
         if not session.home:
             copy_home(engine, session, home)
         renew_home(engine, home, before, image, left_places(session, spec))
@@ -3315,7 +3347,7 @@ def replace_container(engine: Engine, session: Session, config: Config, flags: L
             fresh = fresh or find_session([engine], session.name)[1]
             if fresh and fresh.home == home and fresh.id != session.id:
                 remove_container(engine, fresh)
-        taken, _, err = Output(engine.argv("rename", session.id, session.name)).result()
+        taken, err = engine.rename(session.id, session.name)
         if not taken:
             say(f"{session.name} is there as it was, stopped")
         elif engine.is_name_taken(err):
@@ -3368,6 +3400,7 @@ def check_ready(engine: Engine, session: Session) -> None:
 # is done with it is done by a container of its own: nothing of the host sees what is in it.
 
 HOME_VOLUME, STORE_VOLUME, COPY_VOLUME = "sandbox-home-", "sandbox-shadow-", "sandbox-copy-"
+NET_VOLUME = "sandbox-net-"  # of a proxy
 MIRROR_VOLUME = "sandbox-mirror-"  # of a directory, on a host that does not see it
 
 
@@ -3725,8 +3758,7 @@ def rename_session(engine: Engine, session: Session, name: str) -> None:
     with lock_session(engine, session), lock_settings(session.name), SignalsHeld():
         if name == session.name:
             raise SandboxError(f"{name} has that name already", "choose another name")
-        status, _, err = Output(engine.argv("rename", session.id, name),
-                                leads=engine.shares_files).result()
+        status, err = engine.rename(session.id, name)
         if status and engine.is_name_taken(err):
             raise SandboxError(f"there is a container {name} already", "choose another name")
         if status:
@@ -3737,7 +3769,7 @@ def rename_session(engine: Engine, session: Session, name: str) -> None:
                 with suppress(FileNotFoundError):
                     os.rename(path_of(session.name), path_of(name))
         except OSError as error:
-            Output(engine.argv("rename", session.id, session.name)).result()
+            engine.rename(session.id, session.name)
             raise FileError(path_of(name), error) from None
         with suppress(OSError):
             os.unlink(memory_path(engine, session.name))
@@ -4781,7 +4813,7 @@ def run_command(engine: Engine, session: Session, request: RunRequest, command: 
         handlers.update(dict.fromkeys((signal.SIGWINCH, signal.SIGALRM), resize_again))
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        pid = spawn(argv, env={**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
+        pid = engine.spawn(argv, {**os.environ, "SANDBOX_ENV": script}, own_group=not terminal)
         if engine.host and not terminal:
             import sandbox_hosts
 
@@ -6539,7 +6571,7 @@ def leftovers(engine: Engine, copies: bool) -> list[tuple[str, list[str]]]:
     volumes = [volume for volume in volumes if re.fullmatch(names, volume)]
     _, rows = list_containers([engine])
     ids = {row["labels"]["sandbox.session"] for row in rows if not is_proxy(row)}
-    used = {f"sandbox-net-{id}" for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
+    used = {NET_VOLUME + id for id in ids} | {row["labels"].get("sandbox.home") for row in rows}
     for row in rows:
         session = Session(row["name"], "", row["labels"])
         used |= {session.copy, session.store}
@@ -6766,8 +6798,9 @@ def check_image(engine: Engine, config: Config) -> list[Check]:
     missing = [line.split()[0] for line in versions if line.endswith("missing")]
     if versions and not missing:
         return [*checks, Check("agents", "ok", "; ".join(versions))]
-    remedy = Remedy([[*missing_image(engine, config).remedy.commands[0], "--update-agents"]],
-                    lambda: build_image(engine, config, True))
+    build = [*missing_image(engine, config).remedy.commands[0], "--update-agents"]
+    remedy = (Remedy([], note=engine.elsewhere_built) if engine.elsewhere_built else
+              Remedy([build], lambda: build_image(engine, config, True)))
     detail = f"{', '.join(missing) or 'every agent'} does not start"
     return [*checks, Check("agents", "warn", detail, remedy)]
 

@@ -419,14 +419,19 @@ def watch_over(turn: Turn) -> None:
     os.chdir("/")
     command = ["sh", "-c", WAIT, "sandbox", turn.id]
     wait = turn.engine.exec_argv(turn.session.id, command, user=turn.session.user)
-    if turn.prompts and turn.session.hides_keys:
+    watches = turn.prompts and turn.session.hides_keys
+    if watches:
         import sandbox_keys
 
         if sandbox_keys.watch_prompts(turn.engine, turn.session, turn.before_prompt, wait):
             return
     elif os.read(0, 1):
         return
-    else:
+    if turn.engine.host:  # also where what watched the prompts was cut off
+        import sandbox_hosts
+
+        sandbox_hosts.await_end(turn.engine, turn.session, wait)
+    elif not watches:
         sandbox.call(wait)
     turn.end()
 

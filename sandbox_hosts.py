@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import sys
-import threading
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
 import sandbox
 from sandbox import Check, Config, Engine, EngineProblem, Output, Remedy, SandboxError
 
+TYPE_CHECKING = False  # as in sandbox.py, whose import budget holds here, too
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Mapping, Sequence
+    from contextlib import suppress
+    from typing import Any
 
     from sandbox import ListOf, Session
+else:
+    suppress = sandbox.suppress
 
 LIST_SECONDS = 8  # for a host to list its sessions
 PATIENCE_SECONDS = 2  # for which the others of a list wait for it
@@ -167,6 +169,8 @@ class Ports:
 
 def is_taken(port: str) -> bool:
     """Whether something listens on a port of this machine already."""
+    import socket
+
     try:
         socket.create_server(("127.0.0.1", int(port.split(":")[-2]))).close()
     except OSError:
@@ -213,7 +217,8 @@ class Listed:
     """What a host has listed last, and why it does not say more."""
 
     def __init__(self, name: str, of: ListOf) -> None:
-        self.name, self.of, self.rows, self.why = name, of, list[Any](), ""
+        self.name, self.of, self.why = name, of, ""
+        self.rows: list[Any] = []
         self.asked: tuple[Engine, Output] | None = None
         # Of one that is asked aside: by whom, when again, and whether nobody waits for that.
         self.thread: threading.Thread | None = None
@@ -251,6 +256,8 @@ class Listed:
     def ask_aside(self, config: Config) -> None:
         """Have it asked, unless it is being asked or left alone for a while."""
         if time.monotonic() > self.again and not (self.thread and self.thread.is_alive()):
+            import threading
+
             self.thread = threading.Thread(target=self.ask, args=(config,), daemon=True)
             self.thread.start()
 
@@ -283,7 +290,8 @@ def list_everywhere(config: Config, of: ListOf,
         host = hosts.setdefault(name, Listed(name, of))
         host.begin(config) if aside is None else host.ask_aside(config)
     # An engine of this machine, or the host that our environment means.
-    rows, lost = list[Any](), dict[str, str]()
+    rows: list[Any] = []
+    lost: dict[str, str] = {}
     try:
         engine, found = sandbox.list_containers(sandbox.engines_here(config))
         rows += of(engine, found) if engine.host not in names else []
@@ -313,25 +321,29 @@ def wait_for(engine: Engine, pid: int) -> int:
     ended because its host does not answer any more. It would never know: a network that loses all
     packets closes no connection.
     """
-    over, cut = threading.Event(), threading.Event()
+    from _thread import allocate_lock, start_new_thread  # what threading adds takes 1 ms
+
+    runs, cut = allocate_lock(), False
 
     def watch() -> None:
+        nonlocal cut
         answered = time.monotonic()
-        while not over.wait(PROBE_SECONDS):
+        while not runs.acquire(timeout=PROBE_SECONDS):
             if answers(engine):
                 answered = time.monotonic()
-            elif time.monotonic() - answered > UNANSWERED_SECONDS and not over.is_set():
-                cut.set()
+            elif time.monotonic() - answered > UNANSWERED_SECONDS and runs.locked():
+                cut = True
                 with suppress(ProcessLookupError):
                     os.killpg(pid, 9)
                 return
 
-    threading.Thread(target=watch, daemon=True).start()
+    runs.acquire()
+    start_new_thread(watch, ())
     try:
         status = sandbox.wait_for(pid)
     finally:
-        over.set()
-    return CUT_STATUS if cut.is_set() else status
+        runs.release()
+    return CUT_STATUS if cut else status
 
 
 def answers(engine: Engine) -> bool:
@@ -406,7 +418,7 @@ def follow() -> int:
         status, err = kept.attempt()
         if kept.ended:
             return status
-        gone = kept.is_gone()
+        gone = is_gone(engine, kept.session)
         tries += gone is False
         if gone or not kept.begun and tries >= TRIES:
             os.write(2, err)
@@ -498,16 +510,31 @@ class Kept:
                     return True, 125
         return True, -1
 
-    def is_gone(self) -> bool | None:
-        """Whether its session has ended; None where the host does not say so."""
-        try:
-            status, out, err = Output(self.engine.inspect_argv(self.session.id)).result()
-            if status:
-                return self.engine.is_absent(err) or None
-            state = self.engine.read_inspected(out)[2]
-            return None if state == "lost" else state not in ("running", "paused")
-        except (SandboxError, LookupError, ValueError, TypeError):
-            return None
+
+def is_gone(engine: Engine, session: Session) -> bool | None:
+    """Whether a session has ended; None where the host does not say so."""
+    try:
+        status, out, err = Output(engine.inspect_argv(session.id)).result()
+        if status:
+            return engine.is_absent(err) or None
+        state = engine.read_inspected(out)[2]
+        return None if state == "lost" else state not in ("running", "paused")
+    except (SandboxError, LookupError, ValueError, TypeError):
+        return None
+
+
+def await_end(engine: Engine, session: Session, argv: Sequence[str]) -> None:
+    """Make a call that ends with something in a session, until it was not cut off before that."""
+    pause, tries, began = FIRST_PAUSE_SECONDS, 0, time.monotonic()
+    while wait_for(engine, sandbox.spawn(argv, own_group=True)) and tries < TRIES:
+        if time.monotonic() - began > LONGEST_PAUSE_SECONDS:  # it was made, and cut later
+            pause, tries = FIRST_PAUSE_SECONDS, 0
+        gone = is_gone(engine, session)
+        if gone:
+            return
+        tries += gone is False
+        time.sleep(pause)
+        pause, began = min(2 * pause, LONGEST_PAUSE_SECONDS), time.monotonic()
 
 
 def take_over(engine: Engine, session: Session) -> None:

@@ -23,18 +23,25 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
 
 import sandbox
-from sandbox import LONG_SECONDS, Config, Engine, Output, SandboxError, to_json
+from sandbox import LONG_SECONDS, NET_VOLUME, Config, Engine, Output, SandboxError, to_json
+
+TYPE_CHECKING = False  # as in sandbox.py, whose import budget holds here, too
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import suppress
+    from typing import Any
+else:
+    import _signal as signal
+
+    suppress = sandbox.suppress
 
 GRACE_SECONDS = 5
 WATCH_SECONDS = 2  # after which we look why a pod is not ready
-PLACED_SECONDS = 60  # for the scheduler to find a node
+PLACED_SECONDS = 60  # after which what the cluster warns of is taken for the reason
 STORAGE = "10Gi"
-NET_CLAIM = "sandbox-net-"  # of a proxy: the folder that it shares with the session, and its own
 HELPER_SECONDS = sandbox.HOME_SECONDS  # a pod of one step ends by then, whoever was killed
 
 # What the kubelet says of a container that will not start as it is.
@@ -56,6 +63,8 @@ class Kubectl(Engine):
     minimum = (1, 20)
     options = ("context", "namespace")
     more_options = ("storage", "storageClass")  # of each claim
+    elsewhere_built = ("sandbox build --push --in REGISTRY/NAME, and --in with the run; or load it "
+                       "on every node")
     symptoms = {
         "daemon": ("the connection to the server", "unable to connect to the server",
                    "couldn't get current server api"),
@@ -66,12 +75,9 @@ class Kubectl(Engine):
         'exec: "python3"': "an allowlist and --net none need an image with python3: sandbox build",
         "context was not found": "kubectl config get-contexts lists those that there are",
         '" does not exist': "kubectl config get-contexts lists those that there are",
-        "no node has the image": "sandbox build --push --in REGISTRY/NAME, and --in with the "
-                                 "run; or load it on every node",
+        "no node has the image": elsewhere_built,
         "podsecurity": "sessions need root in a container and what the standard baseline allows; "
-                       "an administrator labels the namespace so",
-        "unable to admit pod": "sessions need root in a container and what the standard baseline "
-                               "allows; an administrator says so in a policy",
+                       "an administrator allows it in the namespace",
         "exceeded quota": "remove a session, or ask for a larger quota",
         "is forbidden: user": "an administrator grants what sandbox doctor --on HOST --role prints",
         "insufficient": "give it less (--memory, --cpus), or remove a session",
@@ -97,11 +103,8 @@ class Kubectl(Engine):
 
     def program(self, verb: str, *words: str) -> list[str]:
         """The call of one of the verbs of carry_out()."""
-        here = os.path.dirname(os.path.abspath(__file__))
-        source = ("import sys; sys.path[:0] = sys.argv[1:2]; import sandbox, sandbox_kube; "
-                  "sandbox.leave(sandbox_kube.carry_out(*sys.argv[2:]))")
         client = to_json([self.host, self.client, self.more])
-        return [sys.executable, "-I", "-S", "-c", source, here, client, verb, *words]
+        return sandbox.own_argv("sandbox_kube", "carry_out", client, verb, *words)
 
     # -- facts --
 
@@ -112,18 +115,13 @@ class Kubectl(Engine):
         return False
 
     def check_session(self, config: Config, spec: Mapping[str, Any]) -> None:
-        mounts = [source for source, _, _ in sandbox.binds_of(spec) if source.startswith("/")]
-        for wrong, what, why, hint in (
-                (spec["network"] == "host", "the host's network", "it would be that of a node",
-                 "use --net open or --allow"),
-                (mounts, f"the mount of {mounts[0] if mounts else ''}",
-                 "its nodes do not see this machine's files",
-                 'leave directories in -v, and "workspace": "mount", out; sandbox cp copies'
-                 " what is needed"),
-                (config.is_given("pidsLimit"), "a limit of processes",
-                 "only the kubelet has one, for all pods", "leave pidsLimit out")):
-            if wrong:
-                raise SandboxError(f"a cluster cannot give a session {what}: {why}", hint, 125)
+        if spec["network"] == "host":
+            raise SandboxError("a cluster cannot give a session the host's network: it would be "
+                               "that of a node", "use --net open or --allow", 125)
+        if config.is_given("pidsLimit"):
+            raise SandboxError("a cluster cannot give a session a limit of processes: only the "
+                               "kubelet has one, for all pods", "leave pidsLimit out", 125)
+        mounts_of(sandbox.binds_of(spec), ())
 
     # -- containers --
 
@@ -138,6 +136,9 @@ class Kubectl(Engine):
 
     def is_absent(self, err: str) -> bool:
         return super().is_absent(err) or "(notfound)" in err.lower()
+
+    def is_name_taken(self, err: str) -> bool:
+        return "(AlreadyExists)" in err
 
     def list_argv(self, label: str, shown: Sequence[str]) -> list[str]:
         return [*self.client, "get", "configmaps,pods", "-l", label, "-o", "json"]
@@ -173,9 +174,8 @@ class Kubectl(Engine):
         if service:
             marks["sandbox.proxy"] = "yes"
             pod["spec"]["restartPolicy"] = "OnFailure"
-            container["securityContext"] |= {"readOnlyRootFilesystem": True,
-                                             "allowPrivilegeEscalation": False}
-            container["resources"]["requests"] = {"memory": "64Mi"}
+            narrow(container)
+            container["securityContext"]["readOnlyRootFilesystem"] = True
         elif network == "none" or sandbox.NET_DIRECTORY in mounts:
             first = [net_container(container, network == "none",
                                    mounts.get(sandbox.NET_DIRECTORY))]
@@ -184,8 +184,8 @@ class Kubectl(Engine):
                 "requiredDuringSchedulingIgnoredDuringExecution": [{
                     "labelSelector": {"matchLabels": {"sandbox.session": session}},
                     "topologyKey": "kubernetes.io/hostname"}]}}
-        first += [first_container(container, mount) for place, mount in mounts.items()
-                  if place == sandbox.CONTAINER_HOME]
+        if home := mounts.get(sandbox.CONTAINER_HOME):
+            first.append(first_container(container, home))
         pod["spec"] |= {"hostname": valid(name, 63), "initContainers": first}
         pod["metadata"]["labels"] = marks
         record = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {
@@ -203,9 +203,7 @@ class Kubectl(Engine):
                      [*capabilities, "SETUID", "SETGID"], limits)
         pod["metadata"]["labels"] = {key: label_of(value) for key, value in labels.items()}
         pod["spec"]["activeDeadlineSeconds"] = HELPER_SECONDS
-        container = pod["spec"]["containers"][0]
-        container["securityContext"]["allowPrivilegeEscalation"] = False
-        container["resources"]["requests"] = {"memory": "64Mi"}
+        narrow(pod["spec"]["containers"][0])
         return self.program("run", to_json(pod), user, *command)
 
     def try_argv(self, image: str, command: Sequence[str], network: str = "open",
@@ -220,7 +218,37 @@ class Kubectl(Engine):
             raise SandboxError("a terminal on a cluster is held by a python3 in the session",
                                "use an image that has one", 125)
         return [sys.executable, "-I", "-S", "-c", exec_source(), "01"[stdin], user, workdir,
-                "\n".join(env), "\n".join(self.client), pod_name(name), *command]
+                "\n".join(env), "\n".join(self.client),
+                # The pod of a proxy has its name, and that of a session is its id.
+                f"pod/{name.removeprefix('pod/')}", *command]
+
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str], *, own_group: bool) -> int:
+        """A copy of this process runs the program of the call: another Python takes 5 ms."""
+        sandbox.trace(argv)
+        ends = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # the copy has our handlers at first
+        try:
+            pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            raise
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            return pid
+        try:
+            if own_group:
+                os.setpgid(0, 0)
+            os.closerange(3, 65536)
+            for number in ends:
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.environ.update(env)
+            sys.argv = ["-c", *argv[5:]]
+            exec(argv[4], {"__name__": "__main__"})  # which ends it
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        os._exit(125)
 
     def logs_argv(self, name: str, *, follow: bool = False, tail: int = 0,
                   since: float = 0) -> list[str]:
@@ -249,9 +277,6 @@ class Kubectl(Engine):
                    host_network: bool) -> list[str]:
         raise SandboxError("a cluster builds no images",
                            "sandbox build --push --in REGISTRY/NAME builds one here", 125)
-
-    def address(self) -> str:
-        return "the context of kubectl"
 
     def packages(self) -> list[str]:
         return ["kubernetes-client" if sandbox.program("apt-get") else "kubectl"]
@@ -287,11 +312,6 @@ def label_of(value: str) -> str:
     fits = (0 < len(value) < 64 and sandbox.is_plain(value, "_.-")
             and value[0].isalnum() and value[-1].isalnum())
     return value if fits else f"{valid(value, 40)}.{digest(value)}"
-
-
-def pod_name(name: str) -> str:
-    """An id from that, or from the name of a proxy, whose pod has the same."""
-    return name if name.startswith("pod/") else f"pod/{name}"
 
 
 def selector_of(engine: Engine, name: str) -> str:
@@ -345,8 +365,9 @@ def mounts_of(binds: Iterable[tuple[str, str, str]],
     mounts = [(item[0], item[1], "ro" in item[2].split(",")) for item in (*binds, *named)]
     for source, _, _ in mounts:
         if source.startswith("/"):
-            raise SandboxError(f"{source} is a path of this machine, which a cluster does not see",
-                               "use a copy of the directory", 125)
+            raise SandboxError(f"a cluster cannot give a session the mount of {source}: its nodes "
+                               "do not see this machine's files", 'leave directories in -v, and '
+                               '"workspace": "mount", out; sandbox cp copies what is needed', 125)
     return mounts
 
 
@@ -379,10 +400,17 @@ def pod_of(name: str, image: str, command: Sequence[str], mounts: Sequence[tuple
             "securityContext": {"runAsUser": 0, "runAsGroup": 0, "capabilities": {
                 "drop": ["ALL"], "add": [*dict.fromkeys(capabilities)]}},
             "volumeMounts": [{"name": label_of(claim), "mountPath": place, "readOnly": reads,
-                              **({"subPath": place[1:]} if claim.startswith(NET_CLAIM) else {})}
+                              # A proxy's has what it shares with the session, and its own.
+                              **({"subPath": place[1:]} if claim.startswith(NET_VOLUME) else {})}
                              for claim, place, reads in mounts]}],
         "volumes": [{"name": label_of(claim), "persistentVolumeClaim": {"claimName": claim}}
                     for claim in claims]}}
+
+
+def narrow(container: dict[str, Any]) -> None:
+    """Have a container of ours gain no rights, and ask for no more memory than it needs."""
+    container["securityContext"]["allowPrivilegeEscalation"] = False
+    container["resources"]["requests"] = {"memory": "64Mi"}
 
 
 def first_container(container: Mapping[str, Any], mount: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,31 +429,13 @@ def net_container(container: Mapping[str, Any], closed: bool,
     """What ends before the session begins: it takes all of the pod's network but the loopback away,
     where that is closed, and waits for the proxy, where there is one.
     """
+    program = sandbox.asset("session/net.py").decode()
     words = ["closed" if closed else "open", f"{sandbox.NET_DIRECTORY}/proxy.sock" if gate else ""]
     return {**container, "name": "net", "workingDir": "/",
-            "command": ["python3", "-I", "-S", "-c", NET_PROGRAM, *words],
+            "command": ["python3", "-I", "-S", "-c", program, *words],
             "securityContext": {"runAsUser": 0, "runAsGroup": 0, "capabilities": {
                 "drop": ["ALL"], "add": ["NET_ADMIN"] if closed else []}},
             "volumeMounts": [gate] if gate else []}
-
-
-# An interface that is down has no routes, and no address of IPv6; only NET_ADMIN sets it up again.
-NET_PROGRAM = """
-import fcntl, socket, struct, sys, time
-network, gate = sys.argv[1:]
-with socket.socket() as any:
-    for _, name in socket.if_nameindex() if network == "closed" else ():
-        if name != "lo":
-            fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", name.encode(), 0))  # SIOCSIFFLAGS
-for _ in range(1200 if gate else 0):
-    with socket.socket(socket.AF_UNIX) as sock:
-        if not sock.connect_ex(gate):
-            sys.exit()
-    time.sleep(0.1)
-if gate:
-    sys.exit("sandbox: the proxy of the session does not answer; its claim must be on a file "
-             "system that carries sockets between two pods of a node")
-"""
 
 
 def claim_of(engine: Engine, name: str) -> dict[str, Any]:
@@ -440,8 +450,9 @@ def claim_of(engine: Engine, name: str) -> dict[str, Any]:
 # --- Several calls of kubectl as one ---
 
 
-def carry_out(client: str, verb: str, *words: str) -> int:
-    """Do one of the things that take several calls of kubectl; the exit status."""
+def carry_out() -> int:
+    """Do one of the things that take several calls of kubectl, see program(); the exit status."""
+    client, verb, *words = sys.argv[2:]
     sandbox.end_on_signals()
     try:
         return VERBS[verb](Kubectl(*sandbox.parse_json(client)), *words) or 0
@@ -452,25 +463,30 @@ def carry_out(client: str, verb: str, *words: str) -> int:
         return 130
 
 
-def kubectl(engine: Engine, *words: str, given: object = None,
-            seconds: float = LONG_SECONDS) -> tuple[int, str, str]:
-    stdin = b"" if given is None else to_json(given).encode()
-    return Output([*engine.client, *words], seconds, stdin=stdin).result()
+def kubectl(engine: Engine, *words: str, stdin: bytes = b"") -> tuple[int, str, str]:
+    return Output([*engine.client, *words], LONG_SECONDS, stdin=stdin).result()
 
 
 def make(engine: Engine, *items: Mapping[str, Any], there: bool = False) -> None:
     """Create objects; `there` is whether some may be there already. Raises SandboxError."""
-    listed = {"apiVersion": "v1", "kind": "List", "items": items}
-    status, _, err = kubectl(engine, "create", "-f", "-", given=listed)
-    lines = [line for line in err.splitlines() if line.strip()]
-    if status and not (there and all("(AlreadyExists)" in line for line in lines)):
-        raise SandboxError(err.strip())
+    listed = to_json({"apiVersion": "v1", "kind": "List", "items": items}).encode()
+    status, _, err = kubectl(engine, "create", "-f", "-", stdin=listed)
+    wrong = [line for line in err.strip().splitlines()
+             if not (there and "(AlreadyExists)" in line)]
+    if status and (wrong or not err.strip()):
+        raise SandboxError("\n".join(wrong) or f"kubectl ended with status {status}")
+
+
+def get(engine: Engine, *words: str) -> list[dict[str, Any]]:
+    """The objects that kubectl gets. Raises SandboxError."""
+    out = engine.ask([*engine.client, "get", *words, "-o", "json"])
+    items: list[dict[str, Any]] = sandbox.parse_json(out)["items"]
+    return items
 
 
 def find(engine: Engine, name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The record and the pod of a session. Raises SandboxError where there is none."""
-    out = engine.ask(engine.list_argv(selector_of(engine, name), ()))
-    items = sandbox.parse_json(out)["items"]
+    items = get(engine, "configmaps,pods", "-l", selector_of(engine, name))
     record = next(filter(id_of, items), None)
     if not record:
         raise SandboxError(f"no such container: {name}")
@@ -480,37 +496,32 @@ def find(engine: Engine, name: str) -> tuple[dict[str, Any], dict[str, Any] | No
 
 def create(engine: Engine, given: str) -> None:
     record = sandbox.parse_json(given)
-    status, _, err = kubectl(engine, "create", "-f", "-", given=record)
-    if "(AlreadyExists)" in err:
-        err = f"the name {record['metadata']['annotations']['sandbox.name']} is already in use"
-    if status:
-        raise SandboxError(err.strip())
+    make(engine, record)
     bring_up(engine, sandbox.parse_json(record["data"]["pod"]))
     print(id_of(record))
 
 
 def bring_up(engine: Engine, pod: dict[str, Any]) -> None:
     """Create a pod and the claims that it needs, and wait until it runs. Raises SandboxError."""
-    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"]["volumes"]]
-    node = node_of(engine, claims) if claims else ""
-    if node:  # a claim may be for one node at a time
+    if claims := uses(pod):  # a scheduler that meets one without a volume pauses for a second
+        make(engine, *(claim_of(engine, claim) for claim in claims), there=True)
+    pods = get(engine, "pods")
+    end_lost(engine, pods)
+    if node := node_of(pods, claims):  # a claim may be for one node at a time
         place = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
         pod["spec"].setdefault("affinity", {})["nodeAffinity"] = {
             "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [place]}}
-    if claims:
-        make(engine, *(claim_of(engine, claim) for claim in claims), there=True)
     make(engine, pod, there=True)  # another client may start it, too
     wait_ready(engine, pod["metadata"]["name"])
 
 
-def node_of(engine: Engine, claims: Sequence[str]) -> str:
+def node_of(pods: list[dict[str, Any]], claims: set[str]) -> str:
     """The node of a pod that uses one of some claims."""
-    pods = sandbox.parse_json(engine.ask([*engine.client, "get", "pods", "-o", "json"]))["items"]
     # A pod of one step, which ends, is nothing to go after.
     pods.sort(key=lambda pod: "sandbox.session" not in pod["metadata"].get("labels", {}))
     return next((str(pod["spec"]["nodeName"]) for pod in pods
                  if state_of(pod)[0] in ("created", "running")
-                 and pod["spec"].get("nodeName") and uses(pod).intersection(claims)), "")
+                 and pod["spec"].get("nodeName") and uses(pod) & claims), "")
 
 
 def uses(pod: Mapping[str, Any]) -> set[str]:
@@ -525,8 +536,7 @@ def wait_ready(engine: Engine, name: str) -> None:
     while kubectl(engine, "wait", "--for=condition=Ready", f"pod/{name}",
                   f"--timeout={WATCH_SECONDS}s")[0]:
         pod = sandbox.parse_json(engine.ask([*engine.client, "get", "pod", name, "-o", "json"]))
-        placed = time.monotonic() - began < PLACED_SECONDS
-        if problem := problem_of(pod, placed):
+        if problem := problem_of(pod):
             if pod["status"].get("phase") in ("Succeeded", "Failed"):
                 problem += "\n" + kubectl(engine, "logs", f"pod/{name}", "-c", failed_in(pod),
                                           "--tail=3")[1]
@@ -547,8 +557,8 @@ def failed_in(pod: Mapping[str, Any]) -> str:
             "exitCode")), "session")
 
 
-def problem_of(pod: Mapping[str, Any], early: bool) -> str:
-    """Why a pod will not run as it is, '' where it still may."""
+def problem_of(pod: Mapping[str, Any]) -> str:
+    """Why a pod that is on a node will not run as it is, '' where it still may."""
     status = pod["status"]
     if status.get("phase") in ("Succeeded", "Failed"):
         return f"the pod has ended as soon as it was started {status.get('message', '')}"
@@ -560,9 +570,6 @@ def problem_of(pod: Mapping[str, Any], early: bool) -> str:
             return f"no node has the image {container['image']}, nor can it be pulled: {message}"
         if reason in NO_START:
             return f"{reason}: {message}"
-    for condition in status.get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition["status"] == "False" and not early:
-            return f"no node takes the session: {condition.get('message', '')}"
     return ""
 
 
@@ -619,45 +626,48 @@ def remove(engine: Engine, *names: str) -> None:
     for name in names:
         try:
             record, pod = find(engine, name)
-        except SandboxError:
-            out = engine.ask([*engine.client, "get", "pod", name.removeprefix("pod/"),
-                              "-o", "json"])
-            record, pod = {}, sandbox.parse_json(out)
+        except SandboxError as error:
+            if not engine.is_absent(error.message):
+                raise
+            drop_pods(engine, name.removeprefix("pod/"))
+            continue
         if pod:
             try:
                 end(engine, pod, not is_proxy(pod))
             except SandboxError as error:  # Kubernetes removes it as soon as its node is back
                 print(error.message, file=sys.stderr)
-        if record:
-            kubectl(engine, "delete", "configmap", record["metadata"]["name"], "--ignore-not-found")
+        # A session has two records where its rename was cut.
+        which = ([record["metadata"]["name"]] if is_proxy(record) else
+                 ["-l", selector_of(engine, id_of(record))])
+        kubectl(engine, "delete", "configmap", *which, "--ignore-not-found")
 
 
 def rename(engine: Engine, id: str, name: str) -> None:
-    """Give a session another name. Its pod keeps that which it has."""
-    record, pod = find(engine, id)
-    meta, name = record["metadata"], engine.bare(name)
-    labels = {**meta["labels"], "sandbox.name": label_of(name)}
-    fresh = {"name": record_name(name), "labels": labels,
-             "annotations": {**meta["annotations"], "sandbox.name": name}}
-    made = sandbox.parse_json(record["data"]["pod"])
-    made["metadata"]["labels"] = labels
-    status, _, err = kubectl(engine, "create", "-f", "-", given={
-        **record, "metadata": fresh, "data": {"pod": to_json(made)}})
-    if "(AlreadyExists)" in err:
-        err = f"the name {name} is already in use"
-    if status:
-        raise SandboxError(err.strip())
-    if pod:
-        kubectl(engine, "label", "pod", pod["metadata"]["name"], "--overwrite",
-                f"sandbox.name={labels['sandbox.name']}")
-    kubectl(engine, "delete", "configmap", meta["name"])
+    """Give a session another name. Its pod keeps that which it has. Where this was cut, it has both
+    names until it is renamed to one of them.
+    """
+    records = {item["metadata"]["name"]: item for item in
+               get(engine, "configmaps", "-l", selector_of(engine, id)) if id_of(item)}
+    if not records:
+        raise SandboxError(f"no such container: {id}")
+    name, record = engine.bare(name), next(iter(records.values()))
+    labels = {**record["metadata"]["labels"], "sandbox.name": label_of(name)}
+    if not records.pop(record_name(name), None):
+        notes = {**record["metadata"]["annotations"], "sandbox.name": name}
+        made = sandbox.parse_json(record["data"]["pod"])
+        made["metadata"]["labels"] = labels
+        make(engine, {**record, "data": {"pod": to_json(made)}, "metadata": {
+            "name": record_name(name), "labels": labels, "annotations": notes}})
+    engine.ask([*engine.client, "label", "pods", "-l", selector_of(engine, id), "--overwrite",
+                f"sandbox.name={labels['sandbox.name']}"])
+    if records:
+        engine.ask([*engine.client, "delete", "configmap", *records])
 
 
 def remove_volumes(engine: Engine, *names: str) -> int:
     """Delete claims that no session has, running or stopped."""
-    out = engine.ask([*engine.client, "get", "configmaps,pods", "-o", "json"])
     used: set[str] = set()
-    for item in sandbox.parse_json(out)["items"]:
+    for item in get(engine, "configmaps,pods"):
         if item["kind"] == "Pod":  # a claim of one that is going goes after it
             used |= set() if item["metadata"].get("deletionTimestamp") else uses(item)
         elif "sandbox.session" in item["metadata"].get("labels", {}):
@@ -672,17 +682,20 @@ def run(engine: Engine, given: str, user: str, *command: str) -> int:
     """Run a command, with our stdin, in a pod of its own."""
     pod = sandbox.parse_json(given)
     name = pod["metadata"]["name"]
-    if here := this_machine():
-        end_lost(engine, here)
-        pod["metadata"]["labels"] |= {"sandbox.client": here}
-        pod["metadata"]["annotations"] = {"sandbox.process": sandbox.mark_of(os.getpid())}
+    client = f"{this_machine()} {sandbox.mark_of(os.getpid())}"
+    pod["metadata"]["annotations"] = {"sandbox.client": client}
     try:
         bring_up(engine, pod)
         argv = engine.exec_argv(f"pod/{name}", command, user=user, stdin=True)
         return sandbox.wait_for(sandbox.spawn(argv))
     finally:
-        kubectl(engine, "delete", "pod", name, "--ignore-not-found", "--grace-period=0", "--force",
-                "--wait=false")
+        drop_pods(engine, name)
+
+
+def drop_pods(engine: Engine, *names: str) -> None:
+    """Delete pods of one step, and wait for nothing."""
+    kubectl(engine, "delete", "pod", *names, "--ignore-not-found", "--grace-period=0", "--force",
+            "--wait=false")
 
 
 def this_machine() -> str:
@@ -692,18 +705,18 @@ def this_machine() -> str:
     return ""
 
 
-def end_lost(engine: Engine, here: str) -> None:
+def end_lost(engine: Engine, pods: Iterable[Mapping[str, Any]]) -> None:
     """Delete the pods of one step whose client has ended without doing so: where it was cut off,
     the step waits for it, and others for the step.
     """
-    status, out, _ = kubectl(engine, "get", "pods", "-l", f"sandbox.client={here}", "-o", "json")
-    metas = [item["metadata"] for item in ([] if status else sandbox.parse_json(out)["items"])]
-    marks = {meta["name"]: str(meta.get("annotations", {}).get("sandbox.process"))
-             for meta in metas}
-    if lost := [name for name, mark in marks.items() if (pid := mark.partition(" ")[0]).isdigit()
-                and sandbox.mark_of(pid) != mark]:
-        kubectl(engine, "delete", "pod", *lost, "--ignore-not-found", "--grace-period=0", "--force",
-                "--wait=false")
+    lost, here = [], this_machine()
+    for meta in (pod["metadata"] for pod in pods):
+        machine, _, mark = meta.get("annotations", {}).get("sandbox.client", "").partition(" ")
+        pid = mark.partition(" ")[0]
+        if here and machine == here and pid.isdigit() and sandbox.mark_of(pid) != mark:
+            lost.append(meta["name"])
+    if lost:
+        drop_pods(engine, *lost)
 
 
 def read(engine: Engine, name: str, path: str) -> int:
@@ -730,19 +743,15 @@ def copy(engine: Engine, source: str, target: str) -> int:
     """Copy as `docker cp` does: into a folder that is there, else to that name."""
     outward = ":" in source and not os.path.isabs(source)
     name, _, inner = (source if outward else target).partition(":")
-    pod = id_of(find(engine, name)[0])
-    outer = target if outward else source
-    content = outer.rstrip("/").endswith("/.") if not outward else inner.endswith("/.")
-    source, target = (inner, outer) if outward else (outer, inner)
-    send = ["tar", "-C", *([source, "-cf", "-", "."] if content else
-                           [os.path.dirname(source.rstrip("/")) or "/", "-cf", "-", "--",
-                            os.path.basename(source.rstrip("/"))])]
-    receive = ["sh", "-c", RECEIVE, "sandbox", target, "" if content else
-               os.path.basename(source.rstrip("/"))]
+    source, target = (inner, target) if outward else (source, inner)
+    folder, file = os.path.split(source.rstrip("/"))  # "." is what is in the folder
+    send = ["tar", "-C", folder or "/", "-cf", "-", "--", file]
+    receive = ["sh", "-c", sandbox.asset("session/unpack.sh").decode(), "sandbox", target,
+               "" if file == "." else file]
     if outward:
-        send = engine.exec_argv(pod, send)
+        send = engine.exec_argv(name, send)
     else:
-        receive = engine.exec_argv(pod, receive, stdin=True)
+        receive = engine.exec_argv(name, receive, stdin=True)
     out, end = os.pipe()
     sender = sandbox.spawn(send, fds={1: end})
     receiver = sandbox.spawn(receive, fds={0: out})
@@ -750,16 +759,6 @@ def copy(engine: Engine, source: str, target: str) -> int:
     os.close(end)
     return max(sandbox.wait_for(receiver), sandbox.wait_for(sender))
 
-
-# $1 is the target, $2 the name of what comes, empty for what is in a folder.
-RECEIVE = """
-if [ -z "$2" ] || [ -d "$1" ]; then mkdir -p "$1" && exec tar -C "$1" -xf -; fi
-new=$(mktemp -d "$(dirname "$1")/.sandbox-XXXXXX") || exit
-tar -C "$new" -xf - && mv -f "$new/$2" "$1"
-status=$?
-rm -rf "$new"
-exit $status
-"""
 
 VERBS: dict[str, Any] = {
     "create": create, "start": begin, "stop": stop, "stop-start": restart, "remove": remove,

@@ -159,6 +159,10 @@ class Malformed(WebError):
     """A request that cannot be read further: the connection is closed after the answer."""
 
 
+class Gone(Exception):
+    """A client that has gone or is too slow: its connection is closed without an answer."""
+
+
 def as_web_error(error: Exception) -> WebError:
     """What a client is told of any exception; the unexpected goes to the log, not to the client."""
     if isinstance(error, WebError):
@@ -184,12 +188,23 @@ def as_web_error(error: Exception) -> WebError:
 
 
 def log(line: str) -> None:
-    """Write a line to the log; a full disk keeps nobody from an answer."""
+    """Write a line to the log; a full disk, or a reader that rests, keeps nobody from an answer."""
     with suppress(OSError), LOG_LOCK:
         if sys.stderr:  # without it descriptor 2 is some other file
             when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             # A traceback may have a container's words in it.
-            os.write(2, f"{when} {sandbox.printable(line)}\n".encode())
+            data = f"{when} {sandbox.printable(line)}\n".encode()
+            out = 2
+            with suppress(OSError):  # it is no terminal, which may have room for less than a line
+                out = os.open(os.ttyname(2), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            try:
+                for at in range(0, len(data), select.PIPE_BUF):
+                    # A pipe that nobody reads, or a terminal that is stopped, takes no more.
+                    if select.select([], [out], [], 0)[1]:
+                        os.write(out, data[at : at + select.PIPE_BUF])
+            finally:
+                if out != 2:
+                    os.close(out)
         if LOG_PATH and os.fstat(2).st_size > LOG_BYTES:
             os.replace(LOG_PATH[0], f"{LOG_PATH[0]}.1")
             open_log(LOG_PATH[0])
@@ -744,7 +759,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle(self) -> None:
         self.server.place(self, waits=False)
-        with suppress(OSError, EOFError):  # the client has gone, or is too slow
+        with suppress(OSError, Gone):  # an OSError is one of writing
             if tls := self.server.tls:
                 self.connection.settimeout(HEAD_SECONDS)
                 # In two steps, so that a handshake that hangs can be ended.
@@ -796,7 +811,7 @@ class Handler(BaseHTTPRequestHandler):
             self.login = request.login
             self.server.place(self, waits=False)
             return refused or self.carry_out(request)
-        except (TimeoutError, EOFError, ConnectionError):
+        except Gone:
             raise
         except Exception as error:
             if isinstance(error, Malformed):
@@ -815,18 +830,18 @@ class Handler(BaseHTTPRequestHandler):
         return function(self.server, request, params)
 
     def fill(self, deadline: float, late: str = "") -> None:
-        """Read once. Raises EOFError, and after the deadline TimeoutError, or Malformed(late)."""
+        """Read once. Raises Gone, and after the deadline Malformed where `late` says why."""
         try:
             if deadline <= time.monotonic():
                 raise TimeoutError
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
             data = self.connection.recv(CHUNK_BYTES)
-        except TimeoutError:
-            if not late:
-                raise
-            raise Malformed("timeout", late) from None
+        except OSError as error:
+            if late and isinstance(error, TimeoutError):
+                raise Malformed("timeout", late) from None
+            raise Gone from None
         if not data:
-            raise EOFError
+            raise Gone
         self.buffer += data
 
     def read_head(self) -> bytes:
@@ -851,7 +866,10 @@ class Handler(BaseHTTPRequestHandler):
         if expected and expected.lower() != "100-continue":
             raise Malformed("expectation_failed", "the header Expect may be 100-continue only")
         if expected and request.length > len(self.buffer):
-            self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            try:
+                self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            except OSError:
+                raise Gone from None
         deadline = time.monotonic() + BODY_SECONDS
         while len(self.buffer) < request.length:
             self.fill(deadline, f"the body did not come within {BODY_SECONDS} seconds")
@@ -3045,7 +3063,12 @@ class Terminal:
         self.tell_roles()
 
     def finish(self) -> None:
-        """Leave nothing behind: viewers, descriptors, and the entry in the list."""
+        """Leave nothing behind: a program that only we hold, viewers, descriptors, and the entry in
+        the list.
+        """
+        if not self.ended and not self.held:
+            with suppress(sandbox.SandboxError, OSError):
+                self.hang_up()  # while it is in the list: the server's end waits for what is there
         self.app.terminals.remove(self)
         for viewer in [*self.viewers, *self.arriving]:
             with suppress(OSError):
@@ -3053,8 +3076,6 @@ class Terminal:
             viewer.leave()
         self.viewers.clear()
         if not self.ended:
-            if not self.held:  # the engine leaves its program running, where nobody can come back
-                self.hang_up()
             self.close_client()
             sandbox.end_client(self.pid)
         sandbox.Output.close(self.wake_read, self.wake_write)
@@ -3201,10 +3222,11 @@ class Terminals:
             thread.join(STOP_SECONDS)
 
     def leave(self) -> None:
-        """Detach from all of them, now that the server ends."""
-        for terminal in self.all():
+        """Detach from all of them, now that the server ends, and wait until they have gone."""
+        terminals = self.all()  # each leaves the list while it goes
+        for terminal in terminals:
             terminal.wake()
-        for terminal in self.all():
+        for terminal in terminals:
             with suppress(RuntimeError):  # it has not been started yet
                 terminal.thread.join(STOP_SECONDS)
 

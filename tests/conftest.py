@@ -1,11 +1,12 @@
 """The harness of the tests that drive real engines.
 
 A test that asks for `engine` runs three times: on docker, on rootful podman and on rootless podman
-of the user sandbox-test; those of sessions also on a rootless docker of that user. tests/prepare
-makes the machine ready; an engine that does not answer is a failure, not a skip. The code under
-test is a world-readable copy of the working tree, started in a clean environment with
-/usr/bin/python3, or the Python that SANDBOX_TEST_PYTHON names, because the checkout and its venv
-may lie where sandbox-test cannot read.
+of the user sandbox-test; those of sessions also on a rootless docker of that user, and those that
+are marked `everywhere` on a cluster, where one was built; see cluster.py. tests/prepare makes the
+machine ready; an engine that does not answer is a failure, not a skip. The code under test is a
+world-readable copy of the working tree, started in a clean environment with /usr/bin/python3, or
+the Python that SANDBOX_TEST_PYTHON names, because the checkout and its venv may lie where
+sandbox-test cannot read.
 """
 
 import codecs
@@ -172,6 +173,8 @@ class Terminal:
 class Engine:
     """One engine, the user who owns it, and the command line under test.
 
+    `host` is what ends the name of each session there.
+
     `user` of a method is the name of the user to run as instead: the docker engine's sandbox-test,
     for example. `home` and `project`, set by the fixtures of these names, are the default
     SANDBOX_HOME and directory.
@@ -184,11 +187,16 @@ class Engine:
     home: Path = field(init=False)
     project: Path = field(init=False)
     started: list[Process] = field(default_factory=list, repr=False)
+    host: str = ""
 
     def __post_init__(self) -> None:
         self.project = self.directory()
         self.home = self.directory()
-        write_config(self.home)
+        self.configure()
+
+    def configure(self, **keys: object) -> None:
+        """Write sandbox.json with these keys; see write_config."""
+        write_config(self.home, **keys)
 
     @property
     def uid(self) -> int:
@@ -287,6 +295,21 @@ class Engine:
             **self.where(**where),
         )
 
+    def names(self) -> list[str]:
+        """The names of all containers."""
+        return self.run("ps", "-a", "--format", "{{.Names}}").stdout.split()
+
+    def label(self, name: str, key: str) -> str:
+        """A label of a container."""
+        answer = self.run("container", "inspect", "--format",
+                          f'{{{{index .Config.Labels "{key}"}}}}', name)
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout.strip()
+
+    def volumes(self) -> set[str]:
+        """The names of all volumes."""
+        return set(self.run("volume", "ls", "-q").stdout.split())
+
     def session_ids(self) -> set[str]:
         """Ids of this run's sessions and proxies: a name, label or mount carries the token. Others
         stay unseen."""
@@ -371,38 +394,55 @@ def copy_code(app: Path) -> None:
     subprocess.run(["chmod", "-R", "a+rX", app], check=True)
 
 
+def on(*engines: str) -> pytest.MarkDecorator:
+    """A test that runs on these alone."""
+    return pytest.mark.parametrize("engine", engines, indirect=True)
+
+
 ENGINES = ("docker", "podman", "rootless")
 # What no engine decides is tested on one, and what only its client or only its user decides on two.
-on_docker = pytest.mark.parametrize("engine", ["docker"], indirect=True)
-on_both_clients = pytest.mark.parametrize("engine", ["docker", "podman"], indirect=True)
-as_root_and_not = pytest.mark.parametrize("engine", ["docker", "rootless"], indirect=True)
+on_docker = on("docker")
+on_both_clients = on("docker", "podman")
+as_root_and_not = on("docker", "rootless")
+# What a cluster decides as well, whose sessions have a copy of the directory.
+everywhere = pytest.mark.everywhere
 # A cluster is built by `tests/prepare kubernetes` alone: its part is there where that has begun.
 HAS_CLUSTER = Path("/var/cache/sandbox-test/kubernetes").exists()
-PARTS = ("docker", "podman", "rootless", "web", *(["kubernetes"] if HAS_CLUSTER else []))
-# What prunes stays with what makes copies: only the tests of one part wait for each other.
-WEB = ("test_browser", "test_jobs", "test_keys", "test_keys_page", "test_notify", "test_review",
-       "test_states", "test_terminal", "test_web", "test_websocket")
+# Docker's tests are the most: these files are parts of their own, the others are in "docker". What
+# prunes stays there, with what makes copies: only the tests of one part wait for each other.
+SUBJECTS = {
+    "agents": ("test_agents", "test_attach", "test_broker", "test_changes_page"),
+    "hosts": ("test_hosts", "test_states", "test_travel"),
+    "web": ("test_jobs", "test_keys", "test_terminal", "test_web", "test_websocket"),
+    "pages": ("test_browser", "test_keys_page", "test_notify", "test_review"),
+}
+PARTS = (*(["kubernetes"] if HAS_CLUSTER else []), "rootless", "podman", "docker", *SUBJECTS,
+         "plain")  # the longest first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=PARTS, help="run what belongs to one part: see run.py")
+    parser.addoption("--part", choices=PARTS, action="append", default=[],
+                     help="run what belongs to a part: see run.py")
 
 
 def part_of(item: pytest.Item) -> str:
-    """The one part of a test. Docker has two; what needs no engine is in web."""
+    """The one part of a test. Docker has several; what needs no engine is in "plain"."""
     assert isinstance(item, pytest.Function)
-    if item.get_closest_marker("kubernetes"):
-        return "kubernetes"
     engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
     if engine not in (None, "docker"):
-        return "rootless" if "rootless" in str(engine) else "podman"
-    return "web" if engine is None or item.module.__name__ in WEB else "docker"
+        return next((part for part in ("kubernetes", "rootless") if part in str(engine)),
+                    "podman")
+    if engine is None:
+        return "plain"
+    file = item.module.__name__
+    return next((part for part, files in SUBJECTS.items() if file in files), "docker")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem == "test_kube")  # its last test kills a node
     if wanted := config.getoption("part"):
-        others = [item for item in items if part_of(item) != wanted]
-        items[:] = [item for item in items if part_of(item) == wanted]
+        others = [item for item in items if part_of(item) not in wanted]
+        items[:] = [item for item in items if part_of(item) in wanted]
         config.hook.pytest_deselected(items=others)
     elif not HAS_CLUSTER:
         others = [item for item in items if part_of(item) == "kubernetes"]
@@ -414,12 +454,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run what asks for `engine` on each of them, tests of sessions on a rootless docker, too."""
     named = (mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "engine" in metafunc.fixturenames and "engine" not in named:
-        more = ("rootless-docker",) if metafunc.module.__name__ == "test_engines" else ()
-        metafunc.parametrize("engine", [*ENGINES, *more], indirect=True, scope="session")
+        engines = [*ENGINES]
+        if metafunc.module.__name__ == "test_engines":
+            engines.append("rootless-docker")
+        if metafunc.definition.get_closest_marker("everywhere"):
+            engines.append("kubernetes")
+        metafunc.parametrize("engine", engines, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest, area: Path) -> Iterator[Engine]:
+    if request.param == "kubernetes":
+        from cluster import Cluster, started  # which imports this module
+
+        cluster = Cluster("kubernetes", "kubectl", "root", area)
+        with started(cluster):
+            yield cluster
+        return
     runtime = "docker" if "docker" in request.param else "podman"
     engine = Engine(request.param, runtime, USER if "rootless" in request.param else "root", area)
     answer = engine.run("image", "inspect", IMAGE)
@@ -452,15 +503,16 @@ def project(engine: Engine) -> Path:
 def home(engine: Engine) -> Iterator[Path]:
     """A fresh SANDBOX_HOME of the engine's user with the default sandbox.json; see write_config."""
     before, engine.home = engine.home, engine.directory()
-    write_config(engine.home)
+    engine.configure()
     yield engine.home
     engine.home = before  # what this test has configured is no other's
 
 
 @pytest.fixture
-def name() -> str:
-    """A session name no other test uses."""
-    return unique_name()
+def name(request: pytest.FixtureRequest) -> str:
+    """A session name no other test uses; on a cluster it is of NAME@HOST."""
+    engine = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
+    return unique_name() + (engine.host if engine else "")
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""Run all tests, in parts side by side: most wait for an engine, and each part for another one.
+"""Run all tests, in parts, some of them side by side: most tests wait for an engine.
 
     python tests/run.py [OPTION OF PYTEST...]
 
-conftest.py says which test belongs to which part. Progress is shown as it comes, the rest of what a
+conftest.py says which test belongs to which part. A part begins when another has ended, so that no
+processor is idle while one long part is left. Progress is shown as it comes, the rest of what a
 part says when it has ended. One file, or what -k names, is for pytest itself.
 
 Exit status: 0; 1 when a part fails, runs no test or is killed; 130 after Ctrl-C.
@@ -19,6 +20,8 @@ from conftest import PARTS
 
 END_SECONDS = 60.0  # for the tests that are running to remove what they have made
 PRINTING = threading.Lock()
+AT_ONCE = 5  # parts: with more, two processors are no faster
+ROOM = threading.Semaphore(AT_ONCE)
 
 
 class Part(threading.Thread):
@@ -42,6 +45,7 @@ class Part(threading.Thread):
             else:
                 self.said.append(line)
         self.process.wait()
+        ROOM.release()
         self.show(f"\n+ tests of the part {self.name}\n", *self.said, "\n")
 
     def show(self, *lines: str) -> None:
@@ -72,6 +76,7 @@ def main(options: Sequence[str]) -> int:
     parts: list[Part] = []
     try:
         for name in PARTS:
+            ROOM.acquire()
             parts.append(Part(name, options))
             parts[-1].start()
         for part in parts:

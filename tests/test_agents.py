@@ -25,7 +25,6 @@ from network import Guarded
 from outside import PUBLIC
 from service import Screen, Service, wait_for
 from test_back import agents, typed
-from test_engines import container_names
 
 from sandbox import AGENTS
 from sandbox import SHORTCUTS as AGENT_OF
@@ -82,7 +81,11 @@ each_agent = pytest.mark.parametrize("agent", ["c", "gm", "cx", "oc"])
 
 @pytest.fixture(scope="session")
 def image(engine: Engine) -> str:
-    """The image, built by docker and by rootful podman, which gives it to the rootless one."""
+    """The image, built by docker and by rootful podman, which gives it to the rootless one. On a
+    cluster the test image is enough: it has git there.
+    """
+    if engine.id == "kubernetes":
+        return TEST_IMAGE
     builder = engine if engine.user == "root" else Engine("podman", "podman", "root", engine.area)
     build(builder)
     if image_id(engine) != image_id(builder):
@@ -233,7 +236,7 @@ def test_a_missing_agent_is_offered_and_added_and_nothing_stays_behind(
         build = f"sandbox build --rt docker --iv 1.0-common --in {base} --iba AGENTS=gemini,claude"
         assert refused.returncode == 125
         assert refused.stderr.endswith(f"was built without claude\n  run: {build}\n")
-        assert name not in container_names(engine)
+        assert name not in engine.names()
         words = ("run", "--yes", "--verbose", "-n", name, "-y", "c", "--", "--version")
         made = engine.sandbox(*words, timeout=BUILD_SECONDS, env=CLASSIC)
         assert made.returncode == 0 and "(Claude Code)" in made.stdout.splitlines()[-1], made.stderr
@@ -382,7 +385,7 @@ def test_on_a_terminal_the_agent_waits_for_a_prompt_at_once(session: Session, ag
         terminal.expect("Keep it? [y] ")
         terminal.send("y\n")
         assert terminal.wait() == 0
-    assert session.name in container_names(session.engine)
+    assert session.name in session.engine.names()
 
 
 @on_docker

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import PYTHON, Engine, Terminal, on_both_clients, on_docker, unique_name, write_config
 from service import free_port, wait_for
-from test_engines import container_names, inspect, sleeping
+from test_engines import inspect, sleeping
 
 import sandbox
 from sandbox import ENGINE_STATUS, KILLED
@@ -189,7 +189,7 @@ def test_the_question_can_be_left(engine: Engine, project: Path, home: Path) -> 
         terminal.expect("[Y/n] ")
         terminal.send("\x03")
         assert terminal.wait() == 130
-    assert [n for n in container_names(engine) if n.startswith(project.name)] == [name]
+    assert [n for n in engine.names() if n.startswith(project.name)] == [name]
 
 
 # --- What is asked at the end ---
@@ -234,10 +234,10 @@ def test_rm_asks_who_would_lose_something_and_tells_them(engine: Engine, project
                 used = rm.expect("Remove it all the same? [y/N] ")
                 assert f"{name} is in use: " in used and used.count(";") == 5
                 assert f"sh -c {WORK}" in used and "sh -c echo held; sleep 98764; :" in used
-                assert name in container_names(engine)
+                assert name in engine.names()
                 rm.send(answer)
                 assert rm.wait() == status
-            assert (name in container_names(engine)) is bool(status)
+            assert (name in engine.names()) is bool(status)
         _, err = script.communicate(timeout=60)
         assert script.returncode and err.splitlines()[-1] == f"sandbox: {GONE.format(name)}"
         for other in (person, attached):
@@ -273,10 +273,10 @@ def test_nobody_is_asked_for_what_is_his_own(engine: Engine, project: Path, home
         terminal.expect(PROMPT)
         terminal.send("n\n")
         assert terminal.wait() == 0
-    assert "in use" not in terminal.output and name not in container_names(engine)
+    assert "in use" not in terminal.output and name not in engine.names()
     with engine.pty("run", "-n", name, "--rm-on-exit", "-x", left) as terminal:
         assert terminal.wait() == 0
-    assert "in use" not in terminal.output and name not in container_names(engine)
+    assert "in use" not in terminal.output and name not in engine.names()
 
 
 @on_docker

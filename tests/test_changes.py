@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import IMAGE as TEST_IMAGE
-from conftest import PYTHON, ROOT, Engine, Result, on_docker, write_config
+from conftest import PYTHON, ROOT, Engine, Result, everywhere, on_docker, write_config
 from service import Service, wait_for
 from test_agents import (
     ENV_FILE,
@@ -55,7 +55,8 @@ class Turns:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name, self.project = engine, name, engine.project
-        write_config(engine.home, imageName=IMAGE.partition(":")[0], network="none")
+        image = TEST_IMAGE if engine.id == "kubernetes" else IMAGE  # where that has git
+        engine.configure(imageName=image.partition(":")[0], network="none")
 
     def use_stub(self) -> None:
         """Agents have the stub of a model, and checkpoints are made as by default."""
@@ -66,6 +67,11 @@ class Turns:
 
     def run(self, *args: str, **where: Any) -> Result:
         return self.engine.sandbox("run", "-n", self.name, *args, **where)
+
+    def there(self, script: str) -> str:
+        """What a script says of the directory, which may be a copy in the session."""
+        done = self.engine.run("exec", self.name, "sh", "-c", f"cd {self.project} && {script}")
+        return done.stdout
 
     def ask(self, verb: str, request: dict[str, Any] | None = None, writable: bool = False,
             **where: Any) -> Any:
@@ -125,6 +131,7 @@ def test_what_is_asked_waits_for_no_reader(platform: str) -> None:
 # --- A turn ---
 
 
+@everywhere
 def test_a_turn_has_what_ran_in_it_and_undo_brings_it_back(turns: Turns) -> None:
     """Byte for byte and with modes; what belongs to the person belongs to the person again."""
     secret = turns.project / ".env"
@@ -134,21 +141,21 @@ def test_a_turn_has_what_ran_in_it_and_undo_brings_it_back(turns: Turns) -> None
     owner = turns.engine.uid
     for path in (secret, turns.project / "gone"):
         os.chown(path, owner, turns.engine.gid)
+    sudo = "" if turns.engine.id == "kubernetes" else "sudo "  # the test image has none
     ran = turns.run("--checkpoint", "-x", "rm gone; echo KEY=2 >.env; chmod 644 .env; mkdir d; "
-                    "echo new >d/file; sudo sh -c 'echo root >root; chmod 600 root'")
+                    f"echo new >d/file; {sudo}sh -c 'echo root >root; chmod 600 root'")
     assert ran.returncode == 0, ran.stderr
     (turn,) = turns.log()
     assert turn["what"] == "command" and turn["command"].startswith("rm gone; ")
     assert turn["when"] < turn["ended"] and turn["after"]
     assert turns.changed(turn["id"]) == {"gone", ".env", "d/file", "root"}
-    (turns.project / "person").write_text("mine\n")
+    turns.there("echo mine >person")
     done = turns.ask("undo", writable=True)
     assert not done["left"], done
-    assert (secret.read_text(), secret.stat().st_mode & 0o7777) == ("KEY=1\n", 0o600)
-    assert sorted(path.name for path in turns.project.iterdir()) == [".env", "gone", "person"]
+    assert turns.there("stat -c %a .env; cat .env; ls -A") == "600\nKEY=1\n.env\ngone\nperson\n"
     assert {path.stat().st_uid for path in (secret, turns.project / "gone")} == {owner}
     assert not turns.ask("redo", writable=True)["left"]
-    assert (turns.project / "d" / "file").read_text() == "new\n"
+    assert turns.there("cat d/file") == "new\n"
 
 
 def test_an_agents_run_is_a_turn(turns: Turns, agent: str = "c") -> None:
@@ -243,23 +250,23 @@ def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: s
     if how == "left":
         with turns.engine.pty("run", "-n", turns.name, "--checkpoint", "-x",
                               f"echo x >began; {wait}") as terminal:
-            wait_for((turns.project / "began").exists)
+            wait_for(lambda: turns.there("cat began"))
             terminal.send("\x1cd")
             assert terminal.wait() == 0
     elif how == "killed":
         client = turns.engine.popen("run", "-n", turns.name, "--checkpoint", "-x",
                                     f"echo x >began; {wait}")
-        wait_for((turns.project / "began").exists)
+        wait_for(lambda: turns.there("cat began"))
         client.kill()
         client.wait()
     else:
         left = turns.run("-d", "--checkpoint", "-x", wait)
         assert left.returncode == 0, left.stderr
     assert not turns.log()[0].get("ended")
-    (turns.project / "go").touch()
+    turns.there("touch go")
     (turn,) = turns.ended()
     assert "made" in turns.changed(turn["id"])
-    (turns.project / "later").write_text("by the person")
+    turns.there("echo by the person >later")
     turns.ask("snapshot")
     assert "later" not in turns.changed(turn["id"])
 
@@ -289,6 +296,7 @@ def test_who_comes_back_is_told_what_may_be_executed(turns: Turns) -> None:
     assert plain.returncode == 0 and len(plain.stderr.splitlines()) == 1, plain
 
 
+@everywhere
 def test_a_job_takes_its_snapshots_though_the_server_is_killed(turns: Turns, service: Service,
                                                                ) -> None:
     config = json.loads((turns.engine.home / "sandbox.json").read_text()) | {
@@ -300,7 +308,7 @@ def test_a_job_takes_its_snapshots_though_the_server_is_killed(turns: Turns, ser
     assert "changes" not in job
     wait_for(lambda: [turn for turn in turns.log() if turn["id"] == job["id"]], 60)
     service.restart_after_kill()
-    (turns.project / "go").touch()
+    turns.there("touch go")
     path = f"/api/sessions/{turns.name}/jobs/{job['id']}"
     ended = wait_for(lambda: (now := service.get(path).json)["state"] == "ended" and now, 60)
     assert ended["exit"] == 0

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PYTHON, Engine, Process, Result, as_root_and_not, write_config
+from conftest import (
+    PYTHON,
+    Engine,
+    Process,
+    Result,
+    as_root_and_not,
+    everywhere,
+    on,
+    on_docker,
+    write_config,
+)
 from network import inspected
 from service import Service, wait_for
 from test_agents import IMAGE as AGENTS_IMAGE
@@ -25,7 +35,6 @@ from test_shadow import hostile_config
 __all__ = ["image"]  # a fixture
 
 TEXT = "one\n2\nthree\n4\n5\n"
-docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
 State = dict[str, tuple[Any, ...]]
 
 
@@ -66,7 +75,7 @@ class Copied:
 
 @pytest.fixture
 def copied(engine: Engine, image: str, home: Path, project: Path) -> Copied:
-    write_config(home, imageName=AGENTS_IMAGE.partition(":")[0])
+    engine.configure(imageName=image.partition(":")[0])
     return Copied(engine, project)
 
 
@@ -79,12 +88,8 @@ def repository(copied: Copied) -> Copied:
     return copied
 
 
-def volumes(engine: Engine) -> set[str]:
-    return set(engine.run("volume", "ls", "-q").stdout.split())
-
-
 def volume_of(engine: Engine, name: str, kind: str = "copy") -> str:
-    return inspected(engine, name, '{{index .Config.Labels "sandbox.home"}}').replace("home", kind)
+    return engine.label(name, "sandbox.home").replace("home", kind)
 
 
 def git_state(folder: Path) -> State:
@@ -203,7 +208,7 @@ def test_directories_that_are_swapped_for_links_end_well(copied: Copied, engine:
             assert 300 < int(seen) < 310  # nothing was found
 
 
-@docker_only
+@on_docker
 def test_a_mode_is_for_good(copied: Copied, engine: Engine, home: Path, name: str) -> None:
     copied.run(name, "true")
     refused = engine.sandbox("run", "-n", name, "--copy", "-x", "touch made")
@@ -222,7 +227,7 @@ def test_a_mode_is_for_good(copied: Copied, engine: Engine, home: Path, name: st
     assert [path.name for path in copied.project.iterdir()] == ["made"]
 
 
-@docker_only
+@on_docker
 def test_an_image_without_git_makes_no_copy(engine: Engine, home: Path, project: Path, name: str,
                                             ) -> None:
     refused = engine.sandbox("run", "-n", name, "--copy", "-x", "true")
@@ -230,21 +235,23 @@ def test_an_image_without_git_makes_no_copy(engine: Engine, home: Path, project:
     assert name not in engine.sandbox("ps", "-q").stdout
 
 
+@everywhere
 def test_it_survives_a_new_container_and_a_new_name(repository: Copied, engine: Engine, name: str,
                                                     ) -> None:
     repository.make(name, "echo work >work")
     assert engine.sandbox("recreate", name, "--memory", "1g").returncode == 0
-    assert engine.sandbox("rename", name, f"{name}-2").returncode == 0
-    engine.sandbox("stop", f"{name}-2")
-    assert repository.brought(f"{name}-2") == ["work"]
-    volume = volume_of(engine, f"{name}-2")
-    assert volume in volumes(engine)
-    removed = engine.sandbox("rm", f"{name}-2")
+    other = f"2{name}"
+    assert engine.sandbox("rename", name, other).returncode == 0
+    engine.sandbox("stop", other)
+    assert repository.brought(other) == ["work"]
+    kept = {volume_of(engine, other, kind) for kind in ("copy", "shadow", "home")}
+    assert kept <= engine.volumes()
+    removed = engine.sandbox("rm", other)
     assert removed.returncode == 0, removed.stderr
-    assert not {volume, volume.replace("copy", "shadow")} & volumes(engine)
+    wait_for(lambda: not kept & engine.volumes())
 
 
-@docker_only
+@on_docker
 def test_it_never_becomes_one_of_another_directory(repository: Copied, engine: Engine, name: str,
                                                    ) -> None:
     """A merge would go there."""
@@ -265,8 +272,8 @@ def test_a_duplicate_has_the_work_and_knows_what_was_merged(repository: Copied, 
     repository.make(name, "echo 1 >merged")
     repository.merge(name)
     repository.run(name, "echo 2 >work")
-    repository.run(f"{name}-2", "echo 3 >>work; cat work", "--from", name)
-    assert repository.brought(f"{name}-2") == ["work"]
+    repository.run(f"2{name}", "echo 3 >>work; cat work", "--from", name)
+    assert repository.brought(f"2{name}") == ["work"]
     assert repository.read("work") == "2\n3\n"
     assert repository.run(name, "cat work") == "2\n"
     repository.run(f"{name}-m", "true")
@@ -275,7 +282,7 @@ def test_a_duplicate_has_the_work_and_knows_what_was_merged(repository: Copied, 
     assert (repository.project / "a").exists()
 
 
-@docker_only
+@on_docker
 def test_the_way_back_says_which_is_a_copy(repository: Copied, engine: Engine, name: str) -> None:
     repository.make(name)
     repository.run(f"{name}-m", "true")
@@ -291,7 +298,7 @@ def test_the_way_back_says_which_is_a_copy(repository: Copied, engine: Engine, n
 # --- What fails ---
 
 
-@docker_only
+@on_docker
 def test_a_full_disk_is_said_and_leaves_no_session(copied: Copied, engine: Engine, name: str,
                                                    ) -> None:
     id = secrets.token_hex(5)
@@ -306,7 +313,7 @@ def test_a_full_disk_is_said_and_leaves_no_session(copied: Copied, engine: Engin
         _, err = process.communicate(timeout=120)
     assert process.returncode == 125 and "there is no room for a copy of" in err, err
     assert "make room" in err and name not in engine.sandbox("ps", "-q").stdout
-    assert volume not in volumes(engine)
+    assert volume not in engine.volumes()
 
 
 TRACED = {"SANDBOX_TRACE": "1"}
@@ -318,7 +325,7 @@ def copy_of(engine: Engine, run: Process) -> str:
     line = next(line for line in run.stderr if "sandbox-copy-" in line and " run " in line)
     found = re.search("sandbox-copy-[0-9a-f]{10}", line)
     assert found
-    wait_for(lambda: found[0] in volumes(engine))
+    wait_for(lambda: found[0] in engine.volumes())
     return found[0]
 
 
@@ -343,11 +350,11 @@ def test_ctrl_c_while_it_is_copied_leaves_nothing(copied: Copied, engine: Engine
     copy = copy_of(engine, run)
     run.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    assert copy not in volumes(engine)
+    assert copy not in engine.volumes()
     assert engine.run("ps", "-aq", "--filter", f"name={copy}").stdout == ""
 
 
-@docker_only
+@on_docker
 def test_what_fails_half_way_loses_nothing_of_a_copy(repository: Copied, engine: Engine, name: str,
                                                      ) -> None:
     repository.make(name, "echo work >work")
@@ -360,7 +367,7 @@ def test_what_fails_half_way_loses_nothing_of_a_copy(repository: Copied, engine:
     assert "holds work that was not merged" in engine.sandbox("rm", name).stderr
 
 
-@docker_only
+@on_docker
 def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, name: str) -> None:
     repository.make(name, "echo work >work; git add work; git commit -qm work")
     refused = engine.sandbox("rm", name)
@@ -376,13 +383,13 @@ def test_work_is_not_lost_with_its_session(repository: Copied, engine: Engine, n
     assert "holds work that was not merged" in once.stderr
     repository.run(name, "git reset -q --hard HEAD~; git status")
     assert engine.sandbox("rm", name).returncode == 0  # there is none by now
-    repository.make(f"{name}-2", "echo work >work")
-    volume = volume_of(engine, f"{name}-2")
-    assert engine.sandbox("rm", "-f", f"{name}-2").returncode == 0
-    assert volume not in volumes(engine)
+    repository.make(f"2{name}", "echo work >work")
+    volume = volume_of(engine, f"2{name}")
+    assert engine.sandbox("rm", "-f", f"2{name}").returncode == 0
+    wait_for(lambda: volume not in engine.volumes())
 
 
-@docker_only
+@on_docker
 def test_the_snapshots_of_another_directory_change_nothing(repository: Copied, engine: Engine,
                                                            name: str) -> None:
     """As in a store that was another session's: in its eyes all that is there is new or gone."""
@@ -396,7 +403,7 @@ def test_the_snapshots_of_another_directory_change_nothing(repository: Copied, e
     assert "holds work that was not merged" in engine.sandbox("rm", name).stderr
 
 
-@docker_only
+@on_docker
 def test_what_cannot_come_is_work_all_the_same(repository: Copied, engine: Engine, name: str,
                                                ) -> None:
     repository.make(name, "head -c 20000000 /dev/urandom >large; mkdir ignored; echo x >ignored/x")
@@ -418,9 +425,9 @@ def test_prune_names_the_copy_of_a_lost_session(repository: Copied, engine: Engi
         said = engine.sandbox("prune", *options)
         assert f"{copy} holds work of a session that is gone" in said.stderr, said
         assert copy not in said.stdout
-        assert {copy, copy.replace("copy", "shadow")} <= volumes(engine)
+        assert {copy, copy.replace("copy", "shadow")} <= engine.volumes()
     assert copy in engine.sandbox("prune", "--copies").stdout
-    assert not {copy, copy.replace("copy", "shadow")} & volumes(engine)
+    assert not {copy, copy.replace("copy", "shadow")} & engine.volumes()
 
 
 def remove_behind(engine: Engine, name: str) -> None:
@@ -428,7 +435,7 @@ def remove_behind(engine: Engine, name: str) -> None:
     assert "is gone" in engine.sandbox("run", "-n", name, "-x", "true").stderr
 
 
-@docker_only
+@on_docker
 def test_what_a_lost_container_left_is_taken_only_for_the_same(repository: Copied, engine: Engine,
                                                                name: str) -> None:
     """The snapshots of a directory say nothing of a copy, or of another directory."""
@@ -452,7 +459,7 @@ def test_what_a_lost_container_left_is_taken_only_for_the_same(repository: Copie
     assert repository.brought(name) == ["b"] and repository.read("a") == TEXT
 
 
-@docker_only
+@on_docker
 def test_a_copy_without_its_volume_is_not_merged(repository: Copied, engine: Engine, name: str,
                                                  ) -> None:
     """It would be made anew, and be empty: every file would go."""
@@ -463,7 +470,7 @@ def test_a_copy_without_its_volume_is_not_merged(repository: Copied, engine: Eng
         engine.sandbox("stop", name)
         answer = asked_with_copy(engine, name, aside)
         assert "the copy of" in answer and "is gone" in answer
-        assert aside not in volumes(engine) and repository.read("a") == TEXT
+        assert aside not in engine.volumes() and repository.read("a") == TEXT
     finally:
         engine.run("volume", "rm", aside)
 
@@ -487,7 +494,7 @@ except sandbox.SandboxError as error:
     return str(done.stdout)
 
 
-@docker_only
+@on_docker
 def test_another_directory_begins_without_undos(copied: Copied, engine: Engine, name: str) -> None:
     copied.run(name, "echo agent >made", "--checkpoint")
     other = engine.directory()
@@ -513,7 +520,7 @@ def test_another_directory_begins_without_undos(copied: Copied, engine: Engine, 
     assert copied.brought(f"{name}-2") == ["work"]
 
 
-@docker_only
+@on_docker
 def test_a_copy_that_was_not_made_from_here_is_not_lost_unasked(repository: Copied, engine: Engine,
                                                                 service: Service, name: str,
                                                                 ) -> None:
@@ -524,13 +531,13 @@ def test_a_copy_that_was_not_made_from_here_is_not_lost_unasked(repository: Copi
     refused = engine.sandbox("rm", other)
     assert refused.returncode == 1 and "was not made from here" in refused.stderr
     assert service.post(f"/api/sessions/{other}", method="DELETE").status == 409
-    assert {copy, store} <= volumes(engine)
+    assert {copy, store} <= engine.volumes()
     assert engine.sandbox("rm", "-f", other).returncode == 0  # its labels may name another's
-    assert {copy, store} <= volumes(engine)
+    assert {copy, store} <= engine.volumes()
     engine.run("volume", "rm", copy, store)
 
 
-@docker_only
+@on_docker
 def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, name: str) -> None:
     commit = "git commit -q --allow-empty -m"
     repository.make(name, f"git checkout -qb feature; {commit} one; {commit} two; "
@@ -551,7 +558,7 @@ def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, 
     assert engine.sandbox("rm", name).returncode == 0  # there is none by now
 
 
-@docker_only
+@on_docker
 def test_a_source_does_not_change_while_it_is_duplicated(copied: Copied, engine: Engine, name: str,
                                                          ) -> None:
     copied.make(name, "head -c 800000000 /dev/zero >large")
@@ -563,7 +570,7 @@ def test_a_source_does_not_change_while_it_is_duplicated(copied: Copied, engine:
         assert run.stdout and run.stdout.read() == "800000000\n"
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize("ending", [".lock", "..b", "."])
 def test_a_name_that_is_no_branch_gets_one(repository: Copied, engine: Engine, name: str,
                                            ending: str) -> None:
@@ -577,10 +584,10 @@ def test_a_name_that_is_no_branch_gets_one(repository: Copied, engine: Engine, n
 # --- Merging ---
 
 
-@docker_only
+@on("docker", "kubernetes")
 def test_two_copies_are_merged_with_what_the_person_did(repository: Copied, engine: Engine,
                                                         name: str) -> None:
-    one, two = f"{name}-1", f"{name}-2"
+    one, two = f"1{name}", f"2{name}"
     repository.make(one, "sed -i s/one/ONE/ a; echo new >new; rm b; echo both >fight")
     repository.make(two, "sed -i s/three/THREE/ a; echo other >fight; mkdir d; echo d >d/d")
     repository.write(a=f"{TEXT}mine\n")
@@ -662,7 +669,7 @@ def test_commits_come_as_a_branch_and_nothing_of_the_copy_runs(repository: Copie
     assert repository.git("log", "--format=%s", f"sandbox/{name}") == "more\nwork\nfirst\n"
 
 
-@docker_only
+@on_docker
 def test_a_copy_of_a_linked_worktree_has_its_own_repository(engine: Engine, copied: Copied,
                                                             name: str) -> None:
     worktree = Worktree(engine)
@@ -679,7 +686,7 @@ def test_a_copy_of_a_linked_worktree_has_its_own_repository(engine: Engine, copi
     assert worktree.host(worktree.path, "status", "--short") == "?? work\n"
 
 
-@docker_only
+@on_docker
 def test_a_repository_that_cannot_take_commits_is_said(repository: Copied, engine: Engine,
                                                        name: str) -> None:
     repository.make(name, "echo work >work; git add work; git commit -qm work")
@@ -694,7 +701,7 @@ def test_a_repository_that_cannot_take_commits_is_said(repository: Copied, engin
     assert f"1 commit came as the branch sandbox/{name}" in repository.merge(name).stderr
 
 
-@docker_only
+@on_docker
 def test_a_directory_that_leads_elsewhere_is_not_merged_into(repository: Copied, engine: Engine,
                                                              name: str) -> None:
     repository.make(name, "echo work >work")
@@ -713,7 +720,7 @@ def test_a_directory_that_leads_elsewhere_is_not_merged_into(repository: Copied,
     assert repository.brought(name) == ["work"]
 
 
-@docker_only
+@on_docker
 def test_a_killed_merge_is_finished_by_the_next(copied: Copied, engine: Engine, name: str) -> None:
     count = 400
     for number in range(count):
@@ -741,7 +748,7 @@ def test_a_killed_merge_is_finished_by_the_next(copied: Copied, engine: Engine, 
 # --- Agents and the web ---
 
 
-@docker_only
+@on_docker
 def test_an_agent_works_on_a_copy(engine: Engine, image: str, home: Path, project: Path, name: str,
                                   ) -> None:
     write_stub_config(engine, home)
@@ -767,7 +774,7 @@ def test_an_agent_works_on_a_copy(engine: Engine, image: str, home: Path, projec
     assert copied.read("file") == "old\n" and not (copied.project / "Makefile").exists()
 
 
-@docker_only
+@on_docker
 def test_the_service_makes_copies_and_loses_none(repository: Copied, engine: Engine,
                                                  service: Service, home: Path, name: str) -> None:
     write_config(home, imageName=AGENTS_IMAGE.partition(":")[0])
@@ -780,18 +787,18 @@ def test_the_service_makes_copies_and_loses_none(repository: Copied, engine: Eng
     assert service.post(f"/api/sessions/{name}?force=1", method="DELETE").status == 200
 
 
-@docker_only
+@on_docker
 def test_a_name_taken_meanwhile_keeps_its_settings(copied: Copied, engine: Engine,
                                                    service: Service, home: Path, name: str,
                                                    ) -> None:
     with (copied.project / "large").open("wb") as file:
         for _ in range(50):
             file.write(bytes(10 << 20))
-    before = volumes(engine)
+    before = engine.volumes()
     with ThreadPoolExecutor() as pool:
         posted = pool.submit(service.post, "/api/sessions", {
             "name": name, "directory": str(copied.project), "workspace": "copy"})
-        wait_for(lambda: [v for v in volumes(engine) - before if v.startswith("sandbox-copy-")])
+        wait_for(lambda: [v for v in engine.volumes() - before if v.startswith("sandbox-copy-")])
         engine.run("create", "--name", name, AGENTS_IMAGE)
         theirs = home / "sessions" / f"{name}.json"
         theirs.parent.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, IMAGE_NAME, PYTHON, Engine, Result, write_config
+from conftest import IMAGE, IMAGE_NAME, PYTHON, Engine, Result, on_docker, write_config
 from machine import Machine, own_machine
 
 from sandbox import ENGINES, version_numbers
@@ -16,7 +16,6 @@ from sandbox import ENGINES, version_numbers
 NOWHERE = "unix:///nonexistent.sock"
 Rows = dict[str, dict[str, Any]]
 
-docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 podman_only = pytest.mark.parametrize("engine", ["podman", "rootless"], indirect=True)
 
 
@@ -88,14 +87,14 @@ class TestNoEngine:
             assert_refused(engine, "engine", "neither docker nor podman is installed", part,
                            env=env)
 
-    @docker_only
+    @on_docker
     def test_with_no_package_manager_we_know_the_remedy_is_a_word(self, engine: Engine) -> None:
         env = {"PATH": path_of(engine)}
         assert_refused(engine, "engine", "docker is not installed", "install docker or podman",
                        env=env)
 
 
-@docker_only
+@on_docker
 def test_a_closed_socket_names_the_group_and_what_it_means(engine: Engine, project: Path) -> None:
     where: dict[str, Any] = {"user": "nobody", "cwd": engine.directory("nobody"),
                              "home": engine.directory("nobody")}
@@ -104,7 +103,7 @@ def test_a_closed_socket_names_the_group_and_what_it_means(engine: Engine, proje
         assert_refused(engine, "permission", "permission denied", remedy, **where)
 
 
-@docker_only
+@on_docker
 def test_a_docker_host_that_does_not_answer_is_named(engine: Engine, home: Path,
                                                      project: Path) -> None:
     assert_refused(engine, "daemon", f"Cannot connect to the Docker daemon at {NOWHERE}",
@@ -119,7 +118,7 @@ def test_a_missing_image_is_named_with_the_build_that_makes_it(engine: Engine, h
     assert_refused(engine, "image", f"{engine.runtime} has no image {IMAGE_NAME}:9.9-none", build)
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize(("version", "message"), [("1.10", "too old"), ("1.99", "too new")])
 def test_a_client_and_a_daemon_that_do_not_fit(
     engine: Engine, home: Path, project: Path, version: str, message: str
@@ -176,7 +175,7 @@ def test_a_client_that_cannot_start_is_quoted(engine: Engine, home: Path, projec
 # --- Which engine ---
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize(
     ("config", "env", "flags", "chosen"),
     [
@@ -228,7 +227,7 @@ def machine(engine: Engine, project: Path, home: Path) -> Iterator[Machine]:
         yield machine
 
 
-@docker_only
+@on_docker
 class TestDaemonDown:
     def test_it_is_said_and_nothing_is_started_unasked(self, machine: Machine) -> None:
         message, remedy = "Cannot connect to the Docker daemon", "dockerd"
@@ -317,7 +316,7 @@ def test_doctor_prints_a_line_for_each_check_and_one_for_its_remedy(engine: Engi
     assert lines[len(well) + 1].split()[:3] == ["run:", "sandbox", "build"]
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -340,7 +339,7 @@ def test_doctor_reads_all_of_the_configuration(engine: Engine, home: Path, text:
     assert "engine" in rows  # what else is wrong is still found
 
 
-@docker_only
+@on_docker
 def test_run_stops_at_broken_json_with_status_1(engine: Engine, home: Path, project: Path) -> None:
     (home / "sandbox.json").write_text('{"env": {oops}}')
     ran = engine.sandbox("run", "-x", "true")
@@ -348,7 +347,7 @@ def test_run_stops_at_broken_json_with_status_1(engine: Engine, home: Path, proj
     assert_nothing_left(engine, project, home)
 
 
-@docker_only
+@on_docker
 def test_doctor_makes_a_configuration_private_only_when_told(engine: Engine, home: Path) -> None:
     config, env = home / "sandbox.json", {"PATH": path_of(engine, "chmod")}
     config.chmod(0o640)

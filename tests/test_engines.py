@@ -26,6 +26,7 @@ from conftest import (
     TOKEN,
     Engine,
     Process,
+    everywhere,
     on_both_clients,
     on_docker,
     write_config,
@@ -46,10 +47,6 @@ def inspect(engine: Engine, name: str) -> dict[str, object]:
     return found
 
 
-def container_names(engine: Engine) -> list[str]:
-    return engine.run("ps", "-a", "--format", "{{.Names}}").stdout.split()
-
-
 # --- Life of a session ---
 
 
@@ -64,9 +61,10 @@ def test_create_reuse_restart_remove(engine: Engine, project: Path, name: str) -
     assert again.returncode == 0 and again.stdout.startswith("kept\n"), again.stderr
     removed = engine.sandbox("rm", name)
     assert (removed.returncode, removed.stdout) == (0, f"{name}\n")
-    assert name not in container_names(engine)
+    assert name not in engine.names()
 
 
+@everywhere
 def test_two_runs_racing_for_one_name_share_one_container(engine: Engine, project: Path,
                                                           name: str) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -74,7 +72,7 @@ def test_two_runs_racing_for_one_name_share_one_container(engine: Engine, projec
         results = [run.result() for run in runs]
     assert [r.returncode for r in results] == [0] * 4, [r.stderr for r in results]
     assert len({r.stdout for r in results}) == 1
-    assert container_names(engine).count(name) == 1
+    assert engine.names().count(name) == 1
 
 
 def test_two_projects_of_one_name_never_share_a_container(engine: Engine, home: Path) -> None:
@@ -121,7 +119,7 @@ def test_rm_removes_what_exists_and_names_what_does_not(engine: Engine, project:
     answer = engine.sandbox("rm", name + "a", name + "nope", name + "b")
     assert (answer.returncode, answer.stdout.split()) == (1, [name + "a", name + "b"])
     assert name + "nope" in answer.stderr and not settings.exists()
-    assert not [n for n in container_names(engine) if n.startswith(name)]
+    assert not [n for n in engine.names() if n.startswith(name)]
 
 
 def test_ps_shows_a_table_and_names(engine: Engine, project: Path, home: Path, name: str) -> None:
@@ -161,18 +159,20 @@ def test_rm_on_exit_leaves_nothing(engine: Engine, project: Path, name: str) -> 
     for status in (3, *ENGINE_STATUS):
         answer = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", f"exit {status}")
         assert answer.returncode == status, answer.stderr
-        assert name not in container_names(engine)
+        assert name not in engine.names()
 
 
 # --- What runs inside ---
 
 
+@everywhere
 @pytest.mark.parametrize("status", [0, 1, 3, 125, 126, 127, 255])
-def test_the_exit_status_is_passed_on(engine: Engine, project: Path, shared_session: str,
+def test_the_exit_status_is_passed_on(engine: Engine, shared_session: str,
                                       status: int) -> None:
     assert engine.sandbox("run", "-n", shared_session, "-x", f"exit {status}").returncode == status
 
 
+@everywhere
 def test_a_missing_program_is_127_and_a_file_that_cannot_run_126(engine: Engine,
                                                                  shared_session: str) -> None:
     assert engine.sandbox("run", "-n", shared_session, "-x", "no-such-program").returncode == 127
@@ -180,18 +180,21 @@ def test_a_missing_program_is_127_and_a_file_that_cannot_run_126(engine: Engine,
     assert engine.sandbox("run", "-n", shared_session, "-x", "kill -9 $$").returncode == 137
 
 
+@everywhere
 def test_words_reach_the_program_as_they_are(engine: Engine, shared_session: str) -> None:
     words = ["a b", "", "$HOME", "'", '"', "*", "--", "-x", "ü\n", "\\"]
     answer = engine.sandbox("run", "-n", shared_session, "-x", "printf", "[%s]", *words)
     assert answer.stdout == "".join(f"[{word}]" for word in words), answer.stderr
 
 
+@everywhere
 def test_a_string_goes_to_a_shell_and_takes_arguments(engine: Engine, shared_session: str) -> None:
     script = "x=1; echo $x \"$HOME\" | cat; printf '%s;'"
     answer = engine.sandbox("run", "-n", shared_session, "-x", script, "--", "a b", "c")
     assert answer.stdout == "1 /home/agent\na b;c;"
 
 
+@everywhere
 def test_ten_megabytes_pass_through_unchanged(engine: Engine, shared_session: str) -> None:
     data = os.urandom(10_000_000)
     argv = engine.sandbox_argv("run", "-n", shared_session, "-x", "cat")
@@ -200,15 +203,17 @@ def test_ten_megabytes_pass_through_unchanged(engine: Engine, shared_session: st
     assert hashlib.sha256(answer.stdout).digest() == hashlib.sha256(data).digest()
 
 
+@everywhere
 def test_stdout_and_stderr_stay_apart(engine: Engine, shared_session: str) -> None:
     answer = engine.sandbox("run", "-n", shared_session, "-x", "echo out; echo err >&2")
     assert (answer.stdout, answer.stderr) == ("out\n", "err\n")
 
 
+@everywhere
 @pytest.mark.parametrize("number, status",
                          [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_process_inside(
-    engine: Engine, project: Path, shared_session: str, number: signal.Signals, status: int
+    engine: Engine, shared_session: str, number: signal.Signals, status: int
 ) -> None:
     mark = f"9{number}{os.getpid()}"
     run = engine.popen("run", "-n", shared_session, "-x", f"sleep {mark} | sleep {mark}")
@@ -218,7 +223,8 @@ def test_a_signal_ends_the_process_inside(
     wait_for(lambda: sleeping(engine, shared_session, mark) == 0)
 
 
-def test_a_killed_program_that_ignores_the_signal_is_killed(engine: Engine, project: Path,
+@everywhere
+def test_a_killed_program_that_ignores_the_signal_is_killed(engine: Engine,
                                                             shared_session: str) -> None:
     mark = f"8{os.getpid()}"
     run = engine.popen("run", "-n", shared_session, "-x",
@@ -260,23 +266,25 @@ def test_the_six_steps_seen_from_inside(engine: Engine, project: Path, home: Pat
     assert seen == dict(zip((f"V_{n}" for n in "ABCDEF"), steps, strict=True)), answer.stderr
 
 
+@everywhere
 def test_a_multi_line_secret_arrives_whole_and_is_seen_nowhere(
     engine: Engine, project: Path, home: Path, name: str
 ) -> None:
-    write_config(home, env={"MY_TOKEN": SECRET})
+    engine.configure(env={"MY_TOKEN": SECRET})
     script = "printf %s \"$MY_TOKEN\"; touch started; until [ -e seen ]; do sleep 0.1; done"
     run = engine.popen("run", "-n", name, "-x", script)
     commands = set()
-    while run.poll() is None and not (project / "started").exists():
+    inside = ("exec", name, "sh", "-c")
+    while run.poll() is None and engine.run(*inside, f"ls {project}/started").returncode:
         commands |= all_commands()
     commands |= all_commands()
-    configuration = json.dumps(inspect(engine, name))
-    (project / "seen").touch()
+    configuration = engine.run("inspect", name).stdout
+    engine.run(*inside, f"touch {project}/seen")
     out, err = run.communicate(timeout=60)
     assert out == SECRET, err
     assert any(name in command for command in commands)
     assert not [command for command in commands if MARK in command]
-    assert MARK not in configuration
+    assert str(project) in configuration and MARK not in configuration
 
 
 def all_commands() -> set[str]:
@@ -290,6 +298,7 @@ def all_commands() -> set[str]:
     return found
 
 
+@everywhere
 def test_names_that_the_client_reads_reach_the_container_only(engine: Engine, project: Path,
                                                               name: str) -> None:
     values = {"DOCKER_HOST": "tcp://nowhere", "CONTAINER_HOST": "tcp://nowhere",
@@ -389,7 +398,7 @@ def test_no_path_is_mounted_that_engines_read_in_another_way(engine: Engine, pro
         answer = engine.sandbox("run", "-n", name, *flags, "-x", "ls")
         assert (answer.returncode, answer.stdout) == (2, ""), answer.stderr
         assert "has a control character or a byte that is not UTF-8" in answer.stderr
-    assert name not in container_names(engine)
+    assert name not in engine.names()
     assert engine.sandbox("ps", cwd=project / "app").returncode == 0
 
 
@@ -687,14 +696,15 @@ def test_a_command_that_began_does_not_run_again_when_its_container_ends(
         (project / "log").unlink()
 
 
+@everywhere
 @pytest.mark.parametrize("end", ["stop -t 0", "kill"])
 def test_a_command_that_did_not_begin_runs_when_its_container_is_started(
     engine: Engine, project: Path, name: str, end: str
 ) -> None:
     run = ("run", "-n", name, "-x", "echo ran")
-    for _ in range(2):
-        assert engine.sandbox(*run).stdout == engine.sandbox(*run).stdout == "ran\n"
-        engine.run(*end.split(), name)
+    assert engine.sandbox(*run).stdout == engine.sandbox(*run).stdout == "ran\n"
+    assert engine.run(*end.split(), name).returncode == 0
+    assert engine.sandbox(*run).stdout == "ran\n"
 
 
 def test_a_container_that_is_gone_is_made_anew_once_that_is_said(engine: Engine, project: Path,
@@ -740,7 +750,7 @@ def test_a_container_that_ends_at_once_says_why(engine: Engine, project: Path, n
         assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
         assert "ended as soon as it was started" in answer.stderr
         assert f"sandbox recreate {name}" in answer.stderr
-    assert engine.sandbox("rm", name).returncode == 0 and name not in container_names(engine)
+    assert engine.sandbox("rm", name).returncode == 0 and name not in engine.names()
 
 
 # The shell of an image whose containers end with status 3 when there is a file /tmp/end.
@@ -810,7 +820,7 @@ def test_a_published_port_listens_on_loopback_only(engine: Engine, project: Path
     assert f'"HostIp": "127.0.0.1", "HostPort": "{port}"' in bindings
     taken = engine.sandbox("run", "-n", name + "2", "-p", f"{port}:80", "-x", "true")
     assert taken.returncode == 125 and "choose another host port" in taken.stderr
-    assert name + "2" not in container_names(engine)
+    assert name + "2" not in engine.names()
 
 
 # --- An engine that hangs ---
@@ -928,16 +938,22 @@ def test_a_run_that_cannot_start_leaves_nothing(
     answer = engine.sandbox("run", "-n", name, *flags, "-x", "echo ran")
     assert (answer.returncode, answer.stdout) == (125, ""), answer.stderr
     assert message in answer.stderr
-    assert name not in container_names(engine)
+    assert name not in engine.names()
     assert engine.run("network", "ls").stdout == networks
     wait_for(lambda: unused() <= before)
 
 
 @pytest.fixture(scope="module")
-def shared_session(engine: Engine) -> Iterator[str]:
-    """A running session for tests that leave nothing in it."""
-    name = f"t-shared-{os.getpid()}"
+def session_of_many(engine: Engine) -> Iterator[str]:
+    name = f"t-shared-{os.getpid()}{engine.host}"
     made = engine.sandbox("run", "-n", name, "--hp", str(engine.area), "-x", "true")
     assert made.returncode == 0, made.stderr
     yield name
     engine.sandbox("rm", name)
+
+
+@pytest.fixture
+def shared_session(engine: Engine, session_of_many: str) -> str:
+    """A running session for tests that leave nothing in it, and its directory."""
+    engine.project = engine.area
+    return session_of_many

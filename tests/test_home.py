@@ -15,21 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, TOKEN, Engine, Result, unique_name, write_config
+from conftest import (
+    IMAGE,
+    TOKEN,
+    Engine,
+    Result,
+    everywhere,
+    on_docker,
+    unique_name,
+    write_config,
+)
 from network import inspected
 from service import Service, wait_for
-from test_engines import container_names
 
 import sandbox
-
-docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
 
 
 def homes(engine: Engine) -> set[str]:
     """The homes that there are, of all sessions."""
-    listed = engine.run("volume", "ls", "-q")
-    assert listed.returncode == 0, listed.stderr
-    return {name for name in listed.stdout.split() if name.startswith("sandbox-home-")}
+    return {name for name in engine.volumes() if name.startswith("sandbox-home-")}
 
 
 def home_of(engine: Engine, name: str) -> str:
@@ -90,12 +94,12 @@ def test_the_command_that_a_run_prints_keeps_the_home(engine: Engine, project: P
     assert made_from(engine, name)["pidsLimit"] == 500
     published = inspected(engine, name, "{{json .HostConfig.PortBindings}}")
     assert all(f'"HostPort":"{port.split(":")[0]}"' in published for port in ports)
-    assert [other for other in container_names(engine) if other.startswith(f"{name}.")] == []
+    assert [other for other in engine.names() if other.startswith(f"{name}.")] == []
     assert engine.sandbox("rm", name).returncode == 0
     assert first[1] not in homes(engine)
 
 
-@docker_only
+@on_docker
 def test_what_is_given_takes_the_place_of_what_was_given(engine: Engine, project: Path, home: Path,
                                                          name: str) -> None:
     one, two = engine.directory(), engine.directory()
@@ -130,7 +134,7 @@ def test_a_mount_in_the_home_stays_the_hosts_and_leaves_nothing(engine: Engine, 
     assert (theirs / "key").read_text() == "theirs" and (theirs / "dir").is_dir()
 
 
-@docker_only
+@on_docker
 def test_a_home_belongs_to_an_ordinary_user_and_what_is_mounted_there_does_not(
     engine: Engine, name: str
 ) -> None:
@@ -154,8 +158,8 @@ def test_a_home_belongs_to_an_ordinary_user_and_what_is_mounted_there_does_not(
 def test_who_uses_it_is_asked_about_and_told(engine: Engine, project: Path, home: Path,
                                              name: str) -> None:
     said(engine, name, "true")
-    user = engine.popen("run", "-n", name, "-x", "touch began; sleep 1000")
-    wait_for((project / "began").exists)
+    user = engine.popen("run", "-n", name, "-x", "echo began; sleep 1000")
+    assert user.stdout and user.stdout.readline() == "began\n"
     with engine.pty("recreate", name) as recreate:
         assert "sleep 1000" in recreate.expect("Create its container anew all the same? [y/N] ")
         recreate.send("n\n")
@@ -167,7 +171,7 @@ def test_who_uses_it_is_asked_about_and_told(engine: Engine, project: Path, home
         f"the session {name} was created anew by another command\n")
 
 
-@docker_only
+@on_docker
 def test_env_files_and_the_names_of_variables_go_along(engine: Engine, project: Path, home: Path,
                                                        name: str) -> None:
     files = [home / "a.env", home / "b.env"]
@@ -201,10 +205,11 @@ def test_what_fails_half_way_leaves_the_session_as_it_was(engine: Engine, projec
     assert engine.sandbox("recreate", f"{name}-nope").returncode == 1
 
 
+@everywhere
 def test_ctrl_c_while_it_is_created_anew_loses_nothing(engine: Engine, project: Path, home: Path,
                                                        name: str) -> None:
     said(engine, name, "echo kept >~/file")
-    for sign in (" rename ", " run -d "):
+    for sign in (" rename ", " create " if engine.host else " run -d "):
         with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1"}) as recreate:
             assert recreate.stderr
             assert next(line for line in recreate.stderr if sign in line)
@@ -212,7 +217,7 @@ def test_ctrl_c_while_it_is_created_anew_loses_nothing(engine: Engine, project: 
             recreate.stderr.read()
             assert recreate.wait(60) == 130
         assert said(engine, name, "cat ~/file") == "kept\n"
-        assert [other for other in container_names(engine) if other.startswith(name)] == [name]
+        assert [other for other in engine.names() if other.startswith(name)] == [name]
 
 
 def test_ctrl_c_finds_what_is_created_already(engine: Engine, project: Path, home: Path,
@@ -242,7 +247,7 @@ def test_ctrl_c_finds_what_is_created_already(engine: Engine, project: Path, hom
         with open(out, errors="replace") as printed:
             assert "Traceback" not in printed.read()
         assert recreate.wait(60) == 130
-    assert [other for other in container_names(engine) if other.startswith(name)] == [name]
+    assert [other for other in engine.names() if other.startswith(name)] == [name]
     assert said(engine, name, "cat ~/file; hostname", cwd=inner) == f"kept\n{id}"
 
 
@@ -272,7 +277,7 @@ class SlowDaemon(socketserver.ThreadingUnixStreamServer):
                     self.request.sendall(data)
 
 
-@docker_only
+@on_docker
 def test_ctrl_c_waits_for_a_daemon_that_creates(engine: Engine, project: Path, home: Path,
                                                 name: str) -> None:
     said(engine, name, "echo kept >~/file")
@@ -290,7 +295,7 @@ def test_ctrl_c_waits_for_a_daemon_that_creates(engine: Engine, project: Path, h
                 assert made.wait(60) == 130
         relay.shutdown()
     assert said(engine, name, "cat ~/file") == "kept\n"
-    assert [other for other in container_names(engine) if other.startswith(name)] == [name]
+    assert [other for other in engine.names() if other.startswith(name)] == [name]
 
 
 def test_a_power_cut_while_it_is_created_anew_loses_nothing(engine: Engine, project: Path,
@@ -412,7 +417,7 @@ def test_a_session_with_another_name_is_the_same(engine: Engine, project: Path, 
     assert not list(home.rglob(f"{other}*"))
 
 
-@docker_only
+@on_docker
 def test_a_name_that_it_has_is_no_new_name(engine: Engine, project: Path, home: Path,
                                            name: str) -> None:
     said(engine, name, "echo kept >~/file")
@@ -421,7 +426,7 @@ def test_a_name_that_it_has_is_no_new_name(engine: Engine, project: Path, home: 
     assert said(engine, name, "cat ~/file") == "kept\n"
 
 
-@docker_only
+@on_docker
 def test_a_limit_can_be_taken_back(engine: Engine, project: Path, home: Path, name: str) -> None:
     said(engine, name, "true", "--memory", "256m", "--cpus", "1", "--pids-limit", "500")
     recreated(engine, name, "--memory", "", "--pids-limit", "")
@@ -433,7 +438,7 @@ def test_a_limit_can_be_taken_back(engine: Engine, project: Path, home: Path, na
 
 def test_an_open_run_follows_a_rename(engine: Engine, name: str) -> None:
     """What it prints and removes is not that of the session that has its first name by then."""
-    other = f"{name}-other"
+    other = f"other-{name}"
     with engine.pty("run", "-n", name) as terminal:
         terminal.send("echo rea''dy\n")
         terminal.expect("ready")
@@ -449,7 +454,7 @@ def test_an_open_run_follows_a_rename(engine: Engine, name: str) -> None:
     engine.sandbox("rm", "-f", name)
 
 
-@docker_only
+@on_docker
 def test_a_job_ends_in_the_session_that_was_renamed(service: Service, name: str) -> None:
     engine, other = service.engine, f"{name}-other"
     service.create(name)
@@ -494,7 +499,7 @@ def test_a_duplicate_has_a_home_of_its_own(engine: Engine, project: Path, home: 
 # --- At the same moment ---
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize("moment", ["stop", "run -d"])
 @pytest.mark.parametrize("other", ["recreate", "rm", "rename", "run", "prune"])
 def test_what_changes_a_session_waits_for_what_changes_it(
@@ -519,7 +524,7 @@ def test_what_changes_a_session_waits_for_what_changes_it(
         assert second.returncode == 0 and kept not in out.split(), err
     else:  # it was about another container
         assert second.returncode and "was changed by another command at this moment" in err
-    there = {n for n in container_names(engine) if n.startswith(name)}
+    there = {n for n in engine.names() if n.startswith(name)}
     if moment == "stop" or other in ("recreate", "prune"):
         assert there == {name}
     else:
@@ -529,7 +534,7 @@ def test_what_changes_a_session_waits_for_what_changes_it(
     assert (kept in homes(engine)) == bool(there)
 
 
-@docker_only
+@on_docker
 def test_prune_leaves_a_home_that_is_just_copied(engine: Engine, project: Path, home: Path,
                                                  name: str) -> None:
     said(engine, name, "echo kept >~/file")
@@ -547,7 +552,7 @@ def test_prune_leaves_a_home_that_is_just_copied(engine: Engine, project: Path, 
         assert copy.communicate(timeout=60)[0] == "kept\n"
 
 
-@docker_only
+@on_docker
 def test_what_copies_a_home_may_little_and_ends(engine: Engine, project: Path, home: Path,
                                                 name: str) -> None:
     """The sh that does it may be anybody's: a session of before is copied by what it has become."""
@@ -566,7 +571,7 @@ def test_what_copies_a_home_may_little_and_ends(engine: Engine, project: Path, h
     step = sandbox.Step("copy", ended_by=[engine.runtime, "rm", "-f", step_name])
     with pytest.raises(sandbox.SandboxError, match="takes too long"):
         step.run(stubborn, {**os.environ, **engine.environ()}, seconds=1)
-    assert step_name not in container_names(engine)
+    assert step_name not in engine.names()
     engine.run("volume", "rm", volume)
 
 
@@ -577,14 +582,15 @@ def test_a_home_goes_with_its_session(engine: Engine, project: Path, home: Path,
                                       name: str) -> None:
     traced = {"SANDBOX_TRACE": "1"}
     ran = engine.sandbox("run", "-n", name, "--rm-on-exit", "-x", "true", env=traced)
-    assert ran.returncode == 0 and gone(engine, ran.stderr)
+    assert ran.returncode == 0, ran.stderr
+    wait_for(lambda: gone(engine, ran.stderr))
     with engine.pty("run", "-n", name, "-x", "true", env=traced) as screen:
         screen.expect("[n] remove it, its conversations and snapshots")
         screen.expect("Keep it?")
         screen.send("n\n")
         screen.expect(f"removed {name} with its conversations")
         assert screen.wait() == 0
-    assert gone(engine, screen.output)
+    wait_for(lambda: gone(engine, screen.output))
     left = [*(home / "locks").iterdir(), *(home / "making").glob("*")]
     assert left == []
 
@@ -627,7 +633,7 @@ def test_a_home_whose_container_others_removed_is_taken_again(engine: Engine, pr
     assert ran.stderr == ""  # removed as it should be
 
 
-@docker_only
+@on_docker
 def test_a_label_names_no_volume_but_a_home(engine: Engine, project: Path, home: Path,
                                             name: str) -> None:
     """Anyone can give a container our labels."""
@@ -643,7 +649,7 @@ def test_a_label_names_no_volume_but_a_home(engine: Engine, project: Path, home:
 # --- In the browser ---
 
 
-@docker_only
+@on_docker
 def test_the_web_service_creates_a_session_anew_with_its_home(service: Service, name: str) -> None:
     path = f"/api/sessions/{name}"
     service.create(name)
@@ -656,7 +662,7 @@ def test_the_web_service_creates_a_session_anew_with_its_home(service: Service, 
     assert kept not in homes(service.engine)
 
 
-@docker_only
+@on_docker
 def test_the_web_service_renames_and_duplicates(service: Service, name: str) -> None:
     path, other, more = f"/api/sessions/{name}", f"{name}-other", f"{name}-more"
     service.create(name, env={"SET": "here"})

@@ -20,13 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, PYTHON, ROOT, Engine, write_config
+from conftest import IMAGE, PYTHON, ROOT, Engine, everywhere, on_docker, write_config
 from service import Service, wait_for
-from test_engines import container_names, sleeping
+from test_engines import sleeping
 from test_install import build_zipapp
-
-docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
-
 
 SUPERVISOR = ROOT / "static" / "session" / "job.py"
 
@@ -36,6 +33,7 @@ def text_of(service: Service, job: object, stream: str = "") -> str:
     return "".join(data for name, data, _ in service.events(job) if name in wanted)
 
 
+@everywhere
 def test_a_command_streams_and_ends_with_its_status(service: Service, name: str) -> None:
     """What one stream has said is told before the other one says more."""
     service.create(name)
@@ -47,7 +45,8 @@ def test_a_command_streams_and_ends_with_its_status(service: Service, name: str)
     for event in service.events(job):
         events.append(event)
         if event[0] in ("stdout", "stderr"):
-            (service.engine.project / event[1].strip()).touch()
+            made = f"{service.engine.project}/{event[1].strip()}"
+            service.engine.run("exec", name, "touch", made)
     told = [(name, data) for name, data, _ in events[1:-1]]
     assert told == [("stdout", "out\n"), ("stderr", "err\n"), ("stdout", "again\n")]
     assert events[0][0] == "job" and events[-1][0] == "end" and events[-1][1]["exit"] == 7
@@ -56,7 +55,7 @@ def test_a_command_streams_and_ends_with_its_status(service: Service, name: str)
     assert service.get(f"/api/sessions/{name}/jobs").json == [job]
 
 
-@docker_only
+@on_docker
 def test_a_job_that_is_being_started_is_not_lost(service: Service, name: str) -> None:
     """Others ask for the jobs all the time."""
     service.create(name)
@@ -79,6 +78,7 @@ def test_a_job_that_is_being_started_is_not_lost(service: Service, name: str) ->
     assert states.result() <= {"running", "ended"}
 
 
+@everywhere
 def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
     service.create(name)
     path = f"/api/sessions/{name}/jobs"
@@ -96,6 +96,7 @@ def test_cancel_ends_the_process_inside(service: Service, name: str) -> None:
     assert service.request("DELETE", f"{path}/{polite['id']}").status == 409
 
 
+@everywhere
 def test_kill_9_of_the_server_loses_nothing(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name,
@@ -104,14 +105,14 @@ def test_kill_9_of_the_server_loses_nothing(service: Service, name: str) -> None
     seen = list(itertools.islice(service.events(job), 10))
     service.restart_after_kill()
     assert service.get(f"/api/sessions/{name}/jobs/{job['id']}").json["state"] == "running"
-    (service.engine.project / "go").touch()
+    service.engine.run("exec", name, "touch", f"{service.engine.project}/go")
     rest = list(service.events(job, seen[-1][2]))
     text = "".join(data for kind, data, _ in [*seen, *rest] if kind == "stdout")
     assert text == "".join(f"line {i}\n" for i in range(200))
     assert service.ended(job)["exit"] == 5
 
 
-@docker_only
+@on_docker
 def test_a_hundred_megabytes_in_bounded_memory(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "yes 0123456789abcdef | head -c 100000000")
@@ -125,7 +126,7 @@ def test_a_hundred_megabytes_in_bounded_memory(service: Service, name: str) -> N
     assert sum(file.stat().st_size for file in folder.iterdir()) < 1.01 * size
 
 
-@docker_only
+@on_docker
 def test_bytes_are_kept_as_they_were_and_characters_are_whole(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name,
@@ -143,7 +144,7 @@ def test_bytes_are_kept_as_they_were_and_characters_are_whole(service: Service, 
     assert text_of(service, random, "stderr").split()[0] == digest
 
 
-@docker_only
+@on_docker
 def test_a_stream_is_taken_up_inside_a_character(service: Service, name: str) -> None:
     """Both streams write characters of four bytes, byte by byte in turn."""
     service.create(name)
@@ -158,7 +159,7 @@ def test_a_stream_is_taken_up_inside_a_character(service: Service, name: str) ->
         assert rest == [(kind, data) for kind, data, id in whole[1:-1] if id > offset], offset
 
 
-@docker_only
+@on_docker
 def test_what_alternates_costs_at_most_three_times_its_size(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name,
@@ -170,7 +171,7 @@ def test_what_alternates_costs_at_most_three_times_its_size(service: Service, na
     assert (folder / "output").stat().st_size + (folder / "runs").stat().st_size <= 12_000
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize(
     "prompt",
     ["plain", 'it\'s "quoted" $HOME `id` $(id) \\ ; rm -rf / & | > <', "two\nlines\n\n",
@@ -191,7 +192,7 @@ def test_a_prompt_is_one_word_whatever_it_holds(service: Service, name: str, tem
     assert text_of(service, job) == prefix + prompt
 
 
-@docker_only
+@on_docker
 def test_agent_mode_needs_its_template(service: Service, name: str) -> None:
     service.create(name)
     path = f"/api/sessions/{name}"
@@ -209,14 +210,14 @@ def test_agent_mode_needs_its_template(service: Service, name: str) -> None:
     assert text_of(service, job) == "it's new: hello\n"
 
 
-@docker_only
+@on_docker
 def test_the_known_agents_have_their_template(service: Service, name: str) -> None:
     for agent in ("claude", "gemini", "codex", "opencode"):
         session = service.create(f"{name}-{agent}", agent=agent)
         assert session["agent"] == agent and "{prompt}" in session["agentPromptCommand"]
 
 
-@docker_only
+@on_docker
 def test_autostart_runs_at_every_start_and_is_a_job(service: Service, name: str) -> None:
     service.create(name, autostart="echo started; exit 4")
     job = service.ended(service.get(f"/api/sessions/{name}/jobs").json[0])
@@ -259,7 +260,7 @@ def suppressed(action: Any, *args: Any) -> None:
         action(*args)
 
 
-@docker_only
+@on_docker
 def test_a_session_that_goes_takes_its_jobs_and_settings(service: Service, name: str) -> None:
     service.create(name, env={"A": "1"})
     service.ended(service.job(name, "echo $A"))
@@ -271,7 +272,7 @@ def test_a_session_that_goes_takes_its_jobs_and_settings(service: Service, name:
     assert service.get(f"/api/sessions/{name}/jobs").json == []
 
 
-@docker_only
+@on_docker
 def test_a_job_of_a_session_that_is_removed_ends(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "echo ready; sleep 1000")
@@ -280,7 +281,7 @@ def test_a_job_of_a_session_that_is_removed_ends(service: Service, name: str) ->
     assert service.ended(job)["exit"] not in (0, None)
 
 
-@docker_only
+@on_docker
 def test_a_killed_supervisor_is_said(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "echo ready; sleep 1000")
@@ -372,7 +373,7 @@ def test_the_supervisor_is_detached_and_holds_little(service: Service, name: str
     assert not [path for path in held if folder in path]
 
 
-@docker_only
+@on_docker
 def test_a_service_from_before_an_upgrade_starts_jobs(service: Service, name: str) -> None:
     """It calls `sandbox __job`, and gives the command in a file."""
     service.create(name)
@@ -402,7 +403,7 @@ def test_a_service_from_before_an_upgrade_starts_jobs(service: Service, name: st
     assert service.get(f"/api/sessions/{name}/jobs/{like['id']}").json["state"] == "running"
 
 
-@docker_only
+@on_docker
 def test_a_zipapp_starts_jobs_also_when_its_file_is_replaced(
     engine: Engine, project: Path, home: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,7 +417,7 @@ def test_a_zipapp_starts_jobs_also_when_its_file_is_replaced(
         zipapp.write_text("not any more")
 
 
-@docker_only
+@on_docker
 def test_files_that_are_no_jobs_break_nothing(service: Service, name: str) -> None:
     service.create(name)
     job = service.ended(service.job(name, "echo out"))
@@ -445,7 +446,7 @@ def test_files_that_are_no_jobs_break_nothing(service: Service, name: str) -> No
     assert "Traceback" not in service.said_at_the_end()
 
 
-@docker_only
+@on_docker
 def test_a_job_without_all_its_files_costs_no_descriptor(service: Service, name: str) -> None:
     service.create(name)
     job = service.ended(service.job(name, "echo out"))
@@ -459,7 +460,7 @@ def test_a_job_without_all_its_files_costs_no_descriptor(service: Service, name:
     wait_for(lambda: service.resources() <= before)
 
 
-@docker_only
+@on_docker
 def test_a_job_whose_folder_goes_while_it_is_followed_ends(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "echo ready; sleep 1000")
@@ -472,7 +473,7 @@ def test_a_job_whose_folder_goes_while_it_is_followed_ends(service: Service, nam
     assert "Traceback" not in service.said_at_the_end()
 
 
-@docker_only
+@on_docker
 def test_readers_that_took_nothing_leave_no_memory_behind(service: Service, name: str) -> None:
     service.create(name)
     job = service.ended(service.job(name, "tr '\\0' '\\001' </dev/zero | head -c 20000000"))
@@ -490,7 +491,7 @@ def test_readers_that_took_nothing_leave_no_memory_behind(service: Service, name
     wait_for(lambda: service.resident_bytes() - before[1] < 12_000_000)
 
 
-@docker_only
+@on_docker
 def test_two_servers_see_the_same_jobs(service: Service, name: str) -> None:
     service.create(name)
     other = Service(service.engine)
@@ -499,7 +500,7 @@ def test_two_servers_see_the_same_jobs(service: Service, name: str) -> None:
     other.end()
 
 
-@docker_only
+@on_docker
 def test_settings_are_checked_and_in_force_at_the_next_command(service: Service, name: str) -> None:
     service.create(name)
     path = f"/api/sessions/{name}/settings"
@@ -534,7 +535,7 @@ def test_settings_are_checked_and_in_force_at_the_next_command(service: Service,
     assert json.loads(stored.read_text())["network"] == "none"
 
 
-@docker_only
+@on_docker
 def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Service,
                                                  name: str) -> None:
     write_config(engine.home, env={"A": "configured", "B": "configured", "C": "configured"})
@@ -556,7 +557,7 @@ def test_a_run_sees_the_settings_of_the_web_page(engine: Engine, service: Servic
     assert answer.returncode == 1 and str(stored) in answer.stderr and answer.stdout == ""
 
 
-@docker_only
+@on_docker
 def test_the_list_says_which_sessions_can_be_prompted(engine: Engine, service: Service,
                                                       name: str) -> None:
     write_config(engine.home, runs={"own": {"agentPromptCommand": "ask {prompt}"}})
@@ -672,15 +673,15 @@ def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service:
         write_config(engine.home, ports=[f"{taken.getsockname()[1]}:80"])
         reply = service.post(f"/api/sessions/{name}/recreate")
         assert reply.status == 502 and reply.json["error"]["message"], reply.body
-    assert container_names(engine).count(name) == 1
+    assert engine.names().count(name) == 1
     assert service.post(f"/api/sessions/{name}/start").json["state"] == "running"
     assert service.ended(service.job(name, "ls /tmp/mark"))["exit"] == 0
     assert service.post(f"/api/sessions/{name}/recreate").json["recreate"] == []
     assert service.ended(service.job(name, "ls /tmp/mark"))["exit"] == 1
-    assert not [other for other in container_names(engine) if other.startswith(f"{name}.")]
+    assert not [other for other in engine.names() if other.startswith(f"{name}.")]
 
 
-@docker_only
+@on_docker
 def test_profiles_are_listed_and_used(engine: Engine, service: Service, name: str) -> None:
     write_config(engine.home,
                  runs={"work": {"yolo": "cx", "env": {"A": "work"}}, "bad": {"yolo": "nope"}})
@@ -691,7 +692,7 @@ def test_profiles_are_listed_and_used(engine: Engine, service: Service, name: st
     assert text_of(service, job) == "work\n"
 
 
-@docker_only
+@on_docker
 def test_the_tail_of_a_running_job_is_in_the_list(service: Service, name: str) -> None:
     service.create(name)
     service.job(name, "echo one; echo two; sleep 1000")
@@ -703,7 +704,7 @@ def test_the_tail_of_a_running_job_is_in_the_list(service: Service, name: str) -
     wait_for(last)
 
 
-@docker_only
+@on_docker
 def test_a_full_disk_is_said_and_the_status_is_there(service: Service, name: str) -> None:
     service.create(name)
     jobs = service.engine.home / "jobs"
@@ -728,7 +729,7 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in files if path.suffix != ".lock"]
 
 
-@docker_only
+@on_docker
 def test_on_a_full_disk_nothing_is_half_written(engine: Engine, service: Service,
                                                 name: str) -> None:
     service.create(name, env={"A": "before"}, autostart="true")
@@ -763,7 +764,7 @@ def test_on_a_full_disk_nothing_is_half_written(engine: Engine, service: Service
     service.ended(service.job(name, "test $A = before"))
 
 
-@docker_only
+@on_docker
 def test_words_in_a_message_are_not_taken_for_its_meaning(service: Service, name: str) -> None:
     """A full disk is known by the number of its error, whatever a name in a message says."""
     body = {"name": name, "directory": str(service.engine.project), "profile": "plain"}
@@ -783,7 +784,7 @@ def test_a_proxy_is_no_session(engine: Engine, service: Service, name: str) -> N
         assert "is the proxy of the session" in reply.json["error"]["message"]
 
 
-@docker_only
+@on_docker
 def test_of_two_that_create_one_name_the_second_is_told(service: Service, name: str) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         body = {"name": name, "directory": str(service.engine.project)}

@@ -1,11 +1,9 @@
-"""Sessions on a real cluster of two nodes: tests/prepare kubernetes builds it, tests/kubernetes
-starts it. On the other engines nothing here would be decided.
+"""What a cluster alone decides of sessions; what they do everywhere is tested on it, too, in the
+files of that: see `everywhere` in conftest.py. It is a real one of two nodes.
 """
 
 import concurrent.futures
-import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -14,12 +12,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import IMAGE_NAME, ROOT, Engine, Result, write_config
+from cluster import RUN, Cluster
+from conftest import ROOT, Engine, on, unique_name
 from service import Service, wait_for
 from test_agents import IMAGE as AGENTS_IMAGE
 from test_agents import build, prompted, stub_config, texts
@@ -27,100 +24,21 @@ from test_network import decisions
 
 import sandbox_kube
 
-pytestmark = pytest.mark.kubernetes
-
-BED = ROOT / "tests" / "kubernetes"
-RUN = Path("/var/cache/sandbox-test/kubernetes/run")
-VERSION = "1.0-git"
-BUILD_SECONDS = 1800  # for a build that was begun before the tests
-
-
-@dataclass
-class Cluster(Engine):
-    """The cluster, and this machine's client of it. Its host is k8s; `person` is another user's
-    view of the same namespace, and `closed` of one where no pod may be made.
-    """
-
-    def environ(self, user: str | None = None, home: Path | None = None) -> dict[str, str]:
-        environ = super().environ(user, home)
-        environ |= {"PATH": f"{RUN}:{environ['PATH']}", "KUBECONFIG": f"{RUN}/config"}
-        del environ["SANDBOX_RUNTIME"]
-        return environ
-
-    def configure(self, **keys: object) -> None:
-        hosts = {name: {"runtime": "kubectl", "context": context, "namespace": namespace}
-                 for name, context, namespace in (
-                     ("k8s", "admin", "agents"), ("person", "person", "agents"),
-                     ("closed", "person", "closed"), ("strict", "person", "strict"))}
-        write_config(self.home, **{"imageName": IMAGE_NAME, "imageVersion": VERSION,
-                                   "hosts": hosts, "host": "k8s", **keys})
-
-    def kubectl(self, *words: str, input: str = "") -> str:
-        done = self._run(["kubectl", "--context", "admin", "--namespace", "agents", *words], input,
-                         60, {})
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def pod(self, name: str) -> str:
-        """The pod of a session."""
-        return self.kubectl("get", "pods", "-l", f"sandbox.name={name}", "-o", "name").strip()
-
-    def left(self) -> str:
-        """What there is of sessions."""
-        return self.kubectl("get", "pods,configmaps,pvc", "-o", "name", "--field-selector",
-                            "metadata.name!=kube-root-ca.crt")
-
-    def must(self, *words: str, status: int = 0, **where: Any) -> Result:
-        done = self.sandbox(*words, **where)
-        assert done.returncode == status, done.stdout + done.stderr
-        return done
-
-    @contextlib.contextmanager
-    def without_api(self) -> Iterator[None]:
-        self.bed("api", "stop")
-        try:
-            yield
-        finally:
-            self.bed("api", "start")
-
-    def bed(self, *words: str) -> None:
-        done = subprocess.run([BED, *words], capture_output=True, text=True, timeout=BUILD_SECONDS)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-
-@contextlib.contextmanager
-def started(cluster: Cluster) -> Iterator[None]:
-    with open("/run/sandbox-test-kubernetes.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        cluster.bed("up")
-        try:
-            yield
-        finally:
-            cluster.bed("down")
-
-
-@pytest.fixture(scope="module")
-def running(area: Path) -> Iterator[Cluster]:
-    cluster = Cluster("kubernetes", "docker", "root", area)
-    with started(cluster):
-        yield cluster
+pytestmark = on("kubernetes")
 
 
 @pytest.fixture
-def cluster(running: Cluster) -> Iterator[Cluster]:
-    """A fresh home and directory; what a test has left goes."""
-    before = running.home
-    running.home, running.project = running.directory(), running.directory()
-    running.configure()
-    (running.project / "here").write_text("ours\n")
-    yield running
-    while running.started:
-        running.started.pop().end()
-    running.kubectl("delete", "pods", "--all", "--force", "--grace-period=0")  # rm would wait
-    for row in json.loads(running.sandbox("ps", "--json", "--on", "k8s").stdout):
-        running.sandbox("rm", "-f", row["name"])
-    running.sandbox("prune", "--on", "k8s", "--copies")
-    running.home = before
+def cluster(engine: Engine, home: Path, project: Path) -> Cluster:
+    assert isinstance(engine, Cluster)
+    engine.remove(engine.session_ids())  # what could not be removed after a test before
+    (project / "here").write_text("ours\n")
+    return engine
+
+
+@pytest.fixture
+def name() -> str:
+    """Without a host: that of the configuration is meant."""
+    return unique_name()
 
 
 # --- Life of a session ---
@@ -131,12 +49,6 @@ def test_a_session_keeps_what_it_has_and_leaves_nothing(cluster: Cluster, name: 
     assert first.stdout == f"{cluster.project}\nours\nkept\n"
     data = os.urandom(10_000_000)
     (cluster.project / "big").write_bytes(data)
-    with open(cluster.project / "big") as big:
-        argv = cluster.sandbox_argv("run", "-n", name, "-x", "sha256sum; echo no >&2; exit 7")
-        done = subprocess.run(argv, stdin=big, capture_output=True, text=True, timeout=60,
-                              **cluster.where())
-    digest = hashlib.sha256(data).hexdigest()
-    assert (done.returncode, done.stdout, done.stderr) == (7, f"{digest}  -\n", "no\n")
     cluster.must("cp", "big", f"{name}@k8s:copied")
     cluster.must("cp", f"{name}@k8s:copied", "back")
     assert (cluster.project / "back").read_bytes() == data
@@ -163,13 +75,10 @@ def test_a_session_keeps_what_it_has_and_leaves_nothing(cluster: Cluster, name: 
 
 
 def test_a_pod_is_contained_and_knows_no_secret(cluster: Cluster, name: str) -> None:
-    secret = "s3cret 'quoted'\nsecond line"
-    shown = cluster.must("run", "-n", name, "-e", f"TOKEN={secret}", "-x",
-                         'printf "%s" "$TOKEN"; cat /proc/*/cmdline; ! ls /var/run/secrets').stdout
-    assert shown.startswith(secret) and shown.count("s3cret") == 1
-    pod = cluster.kubectl("get", cluster.pod(name), "-o", "json")
-    assert "s3cret" not in pod + cluster.kubectl("get", "configmaps", "-o", "json")
-    spec = json.loads(pod)["spec"]
+    shown = cluster.must("run", "-n", name, "-e", "TOKEN=s3cret", "-x",
+                         'echo "$TOKEN"; cat /proc/*/cmdline; ! ls /var/run/secrets').stdout
+    assert shown.startswith("s3cret\n") and shown.count("s3cret") == 1
+    spec = json.loads(cluster.kubectl("get", cluster.pod(name), "-o", "json"))["spec"]
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     status = cluster.must("run", "-n", name, "-x", "grep -E '^(CapBnd|Seccomp):' /proc/self/status")
@@ -179,26 +88,6 @@ def test_a_pod_is_contained_and_knows_no_secret(cluster: Cluster, name: str) -> 
     engine = sandbox_kube.Kubectl("k8s", ["kubectl", "--context", "admin", "-n", "agents"])
     argv = engine.exec_argv(cluster.pod(name), ["id", "-u"], user="1234:1234", workdir="/tmp")
     assert cluster._run(argv, None, 60, {}).stdout == "1234\n"
-
-
-def test_terminals_are_held_in_the_pod(cluster: Cluster, name: str) -> None:
-    cluster.must("run", "-n", name, "-x", "true")
-    with cluster.pty("run", "-n", name, "-x", "sh", rows=30, cols=100) as terminal:
-        terminal.send("stty size\r")
-        terminal.expect("30 100")
-        terminal.resize(40, 120)
-        terminal.send("until stty size | grep '40 120'; do sleep 0.1; done\r")
-        terminal.expect("\n40 120")
-        terminal.send("echo be''gun; sleep 1000; echo $?\r")
-        terminal.expect("begun")
-        terminal.send("\x03")
-        terminal.expect("#")
-        terminal.send("\x1cd")
-        terminal.expect("left")
-        assert terminal.wait() == 0
-    with cluster.pty("attach", f"{name}@k8s") as terminal:
-        terminal.send("exit 4\r")
-        assert terminal.wait() == 4
 
 
 def test_a_port_reaches_this_machine_until_a_signal_ends_the_run(cluster: Cluster,
@@ -214,28 +103,6 @@ def test_a_port_reaches_this_machine_until_a_signal_ends_the_run(cluster: Cluste
     assert run.wait(60) == 143
     shown = cluster.kubectl("exec", cluster.pod(name), "-c", "session", "--", "ps")
     assert "http.server" not in shown and subprocess.run(ask, capture_output=True).returncode
-
-
-def test_jobs_of_the_web_service_run_in_the_pod(cluster: Cluster, name: str) -> None:
-    cluster.must("run", "-n", name, "-x", "true")
-    service = Service(cluster)
-    try:
-        [row] = [row for row in service.get("/api/sessions").json if row["runtime"] == "kubectl"]
-        job = service.ended(service.job(row["name"], "cat here; exit 6"))
-        assert job["exit"] == 6
-        assert service.get(f"/api/sessions/{row['name']}?tail=100").status == 200
-    finally:
-        service.end()
-
-
-def test_two_clients_that_start_one_session_share_it(cluster: Cluster, name: str) -> None:
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = [pool.submit(cluster.sandbox, "run", "-n", name, "-x", "true") for _ in range(2)]
-        results = [run.result() for run in runs]
-    assert [r.returncode for r in results] == [0, 0], [r.stderr for r in results]
-    assert len(cluster.pod(name).split()) == 1
-    cluster.must("rm", "-f", f"{name}@k8s")
-    wait_for(lambda: not cluster.left())
 
 
 def test_copies_are_spread_over_the_nodes(cluster: Cluster, name: str) -> None:
@@ -467,6 +334,24 @@ def test_no_network_is_none(cluster: Cluster, name: str) -> None:
 # --- Faults ---
 
 
+def test_a_rename_that_was_cut_goes_on(cluster: Cluster, name: str) -> None:
+    """It has two names until then. The client is cut off before it removes the first one."""
+    cluster.must("run", "-n", name, "-x", "echo kept >~/state")
+    folder = cluster.directory()
+    (folder / "kubectl").write_text('#!/bin/sh\ncase "$*" in *" delete configmap "*) echo cut >&2; '
+                                    f'exit 1 ;; esac\nexec {RUN}/kubectl "$@"\n')
+    (folder / "kubectl").chmod(0o755)
+    env = {"PATH": f"{folder}:{cluster.environ()['PATH']}"}
+    for other in (f"{name}-2", f"{name}-3"):
+        assert "cut" in cluster.must("rename", name, other, status=1, env=env).stderr
+    cluster.must("rename", name, f"{name}-3")
+    assert cluster.must("ps", "-q", "--on", "k8s").stdout == f"{name}-3@k8s\n"
+    assert cluster.must("run", "-n", f"{name}-3", "-x", "cat ~/state").stdout == "kept\n"
+    assert "cut" in cluster.must("rename", f"{name}-3", name, status=1, env=env).stderr
+    cluster.must("rm", "-f", f"{name}-3")
+    wait_for(lambda: not cluster.left())
+
+
 def test_a_full_volume_is_told_and_leaves_nothing(cluster: Cluster, name: str) -> None:
     (cluster.project / "big").write_bytes(os.urandom(20_000_000))
     cluster.bed("room", "10m")
@@ -525,6 +410,24 @@ def test_an_api_server_that_goes_away_is_no_end(cluster: Cluster, name: str) -> 
     assert ended.stdout == "x\n"
 
 
+def test_a_turn_lasts_as_long_as_its_program_though_it_was_cut_off(cluster: Cluster,
+                                                                   name: str) -> None:
+    script = "touch begun; until [ -e /tmp/go ]; do sleep 0.1; done; touch made"
+    cluster.must("run", "-n", name, "--checkpoint", "-d", "-x", script)
+    wait_for(lambda: not cluster.run("exec", name, "ls", f"{cluster.project}/begun").returncode)
+    with cluster.without_api():
+        assert cluster.sandbox("log", name).returncode == 1
+    wait_for(lambda: not cluster.run("exec", name, "touch", "/tmp/go").returncode)
+
+    def ended() -> bool:
+        log = cluster.sandbox("log", name, "--json")
+        return not log.returncode and bool(json.loads(log.stdout)[0]["after"])
+
+    wait_for(ended, 180)
+    files = json.loads(cluster.must("diff", name, "--json").stdout)["files"]
+    assert {row["path"] for row in files} == {"begun", "made"}
+
+
 def test_what_a_person_may_is_what_the_role_grants(cluster: Cluster, name: str) -> None:
     refused = cluster.sandbox("run", "-n", name, "--on", "person", "-x", "true")
     assert refused.returncode == 125 and "sandbox doctor --on HOST --role" in refused.stderr
@@ -559,6 +462,9 @@ def test_what_a_cluster_cannot_is_refused(cluster: Cluster, name: str) -> None:
         assert "a cluster cannot give a session" in refused.stderr, refused.stderr
     refused = cluster.must("build", "--on", "k8s", "--iv", "1.0-common", status=1)
     assert "a cluster builds no images" in refused.stderr, refused.stderr
+    (agents,) = [check for check in json.loads(cluster.must("doctor", "--json").stdout)
+                 if check["check"] == "agents"]
+    assert agents["remedy"].startswith("sandbox build --push --in REGISTRY/NAME"), agents
     assert not cluster.left()
 
 

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, IMAGE_VERSION, ROOT, TOKEN, Engine, unique_name, write_config
+from conftest import IMAGE, IMAGE_VERSION, ROOT, TOKEN, Engine, on_docker, unique_name, write_config
 from network import LOCAL, Guarded, inspected, left_of, proxy_of, shown_network
 from outside import PUBLIC
 from service import Service, wait_for
-from test_engines import container_names
 
-docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 PROBE = (ROOT / "tests" / "probe.py").read_text()
 
 
@@ -54,7 +52,7 @@ def test_an_allowed_name_is_reached(guarded: Guarded) -> None:
     assert fetched == json.dumps([PUBLIC, 80, "api.test"])
 
 
-@docker_only
+@on_docker
 def test_a_certificate_is_the_servers_own(guarded: Guarded) -> None:
     answer = guarded.python(REACH, "-e", "SSL_CERT_FILE=/dev/null")
     assert "CERTIFICATE_VERIFY_FAILED" in answer.stderr
@@ -66,7 +64,7 @@ print(json.dumps(dict(os.environ)))
 """
 
 
-@docker_only
+@on_docker
 def test_every_program_is_told(guarded: Guarded) -> None:
     env = json.loads(guarded.python(ENVIRONMENT, "-e", "HTTP_PROXY=http://10.0.0.1:1", "-e",
                                     "https_proxy=x").stdout)
@@ -77,7 +75,7 @@ def test_every_program_is_told(guarded: Guarded) -> None:
     assert env["NODE_USE_ENV_PROXY"] == "1"
 
 
-@docker_only
+@on_docker
 def test_two_hundred_connections_beside_slow_and_broken_ones(guarded: Guarded) -> None:
     answer = guarded.python(CROWD)
     expected = ["200", "tunnels", "200", "answers", "20", "slow"]
@@ -169,7 +167,7 @@ def host_addresses() -> set[str]:
     return {info["local"] for row in rows for info in row["addr_info"] if row["ifname"] != "lo"}
 
 
-@docker_only
+@on_docker
 def test_a_refusal_names_the_host_and_the_remedy(guarded: Guarded) -> None:
     script = "printf 'GET http://%s/ HTTP/1.0\\r\\n\\r\\n' | nc 127.0.0.1 3128"
     for host, named in (("other.test:8443", "other.test:8443"), ("private.test", "127.0.0.3")):
@@ -271,7 +269,7 @@ def hosts_of(text: str) -> list[str]:
     return [json.loads(line)["host"] for line in text.splitlines()]
 
 
-@docker_only
+@on_docker
 def test_noise_does_not_hide_what_was_asked_for_before(engine: Engine) -> None:
     with Guarded(engine, LOCAL, outside=False) as session:
         assert session.answers(LOCAL, "secret.test", "secret.test") == ["502", "403", "403"]
@@ -342,7 +340,7 @@ def test_rules_of_every_source_are_in_force_at_the_next_run(engine: Engine) -> N
         assert [row["network"] for row in rows if row["name"] == session.name] == ["allow"]
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize(
     "flags, status, message",
     [
@@ -365,10 +363,10 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     answer = engine.sandbox("run", "-n", name, *flags, "-x", "echo ran")
     assert (answer.returncode, answer.stdout) == (status, "") and message in answer.stderr
-    assert name not in container_names(engine)
+    assert name not in engine.names()
 
 
-@docker_only
+@on_docker
 def test_net_says_what_it_cannot_do(engine: Engine, guarded: Guarded, project: Path,
                                     name: str) -> None:
     engine.sandbox("run", "-n", name, "-x", "true")
@@ -576,7 +574,7 @@ def test_the_printed_commands_make_a_working_session(engine: Engine, project: Pa
     assert engine.sandbox("run", *flags).stdout == script.stdout
 
 
-@docker_only
+@on_docker
 def test_the_web_service_shows_and_changes_rules(service: Service, name: str) -> None:
     service.create(name, network={"allow": ["127.0.0.1"]})
     service.create(f"{name}-open")
@@ -687,7 +685,7 @@ os._exit(0)
 """
 
 
-@docker_only
+@on_docker
 def test_a_session_comes_back_after_its_gates_were_taken(engine: Engine) -> None:
     with Guarded(engine, LOCAL, outside=False) as session:
         inside = ["exec", "-i", "--user", "0", session.name, "python3", "-"]
@@ -696,7 +694,7 @@ def test_a_session_comes_back_after_its_gates_were_taken(engine: Engine) -> None
         assert session.answers(LOCAL) == ["502"]
 
 
-@docker_only
+@on_docker
 def test_what_was_denied_while_it_was_stopped_is_denied(service: Service, name: str) -> None:
     service.create(name, network={"allow": ["127.0.0.1", "127.0.0.2", "127.0.0.3"]})
     service.post(f"/api/sessions/{name}/stop")
@@ -705,7 +703,7 @@ def test_what_was_denied_while_it_was_stopped_is_denied(service: Service, name: 
     assert asked(service, name) == ["502", "403", "502"]
 
 
-@docker_only
+@on_docker
 def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine, project: Path,
                                                                   name: str) -> None:
     run = ["run", "-n", name, "-x", "echo ran"]
@@ -717,7 +715,7 @@ def test_no_command_runs_in_a_more_open_network_than_is_asked_for(engine: Engine
     assert engine.sandbox(*run, "--net", "open").stdout == "ran\n"
 
 
-@docker_only
+@on_docker
 def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, project: Path,
                                                                name: str) -> None:
     run = ["run", "-n", name, "-x", "echo ran"]
@@ -730,7 +728,7 @@ def test_a_session_that_others_removed_does_not_come_back_open(engine: Engine, p
     assert engine.sandbox(*run).stdout == "ran\n"
 
 
-@docker_only
+@on_docker
 def test_none_takes_every_rule_away(engine: Engine) -> None:
     """For good, as rules are changed; what a session cannot have, as --net open, changes none."""
     with Guarded(engine, LOCAL, outside=False) as session:
@@ -747,7 +745,7 @@ def test_none_takes_every_rule_away(engine: Engine) -> None:
         assert session.answers(LOCAL) == ["502"]
 
 
-@docker_only
+@on_docker
 def test_no_rule_is_lost_when_many_are_changed_at_once(engine: Engine) -> None:
     with Guarded(engine, outside=False, network={"allow": []}) as session:
         hosts = [f"127.0.0.{number}" for number in range(1, 7)]

@@ -20,6 +20,7 @@ from service import wait_for
 
 import sandbox
 import sandbox_hosts
+import sandbox_kube
 import sandbox_travel
 from sandbox import SandboxError
 from sandbox_travel import MIRROR_DIRECTORY, Helper
@@ -50,6 +51,9 @@ class Far:
 
     def argv(self, *_: str) -> list[str]:
         return ["true"]
+
+    def client_there(self) -> list[str]:
+        return []
 
     def failure(self, text: str) -> SandboxError:
         return SandboxError(text)
@@ -138,6 +142,39 @@ def test_no_row_goes_through_a_link(far: Far, row: list[Any], fails: bool) -> No
     assert not fails or b"from/way" in done.stderr and b"Traceback" not in done.stderr
     assert (outside / "file").read_text() == "kept" and not (outside / "file").is_symlink()
     assert [path.stat().st_mode & 0o777 for path in (outside, outside / "inner")] == [0o700] * 2
+
+
+# --- The client of a host ---
+
+
+def test_a_helper_is_called_by_the_client_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that of the socket in the address, with the same words, whatever login shell reads them.
+    """
+    monkeypatch.setenv("DOCKER_HOST", "ssh://me@big:22/run/my.sock")
+    engine = sandbox.Docker()
+    assert engine.client_there() == ["docker", "--host", "unix:///run/my.sock"]
+    words = ["run", "a\nb", "it's", '"$HOME"', "`x` \\ !", ""]
+    argv = sandbox_travel.near(engine, ["docker", *words])
+    assert argv[0] == "ssh" and argv[-2] == "ssh://me@big:22"
+    monkeypatch.setattr(engine, "client_there", lambda: ["printf", "%s\\0"])
+    given = sandbox_travel.near(engine, ["docker", *words])[-1]
+    for shell in ("sh", "bash"):
+        said = subprocess.run([shell, "-c", given], capture_output=True, timeout=60, check=True)
+        assert said.stdout.decode().split("\0")[:-1] == words
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2375")
+    assert sandbox_travel.near(sandbox.Docker(), ["docker", "run"]) == ["docker", "run"]
+
+
+def test_ciphers_stay_those_that_the_person_allows(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    for chosen, first in (("", True), ("Ciphers aes256-ctr,aes128-gcm@openssh.com", True),
+                          ("Ciphers aes256-ctr", False)):
+        config.write_text(f"Host *\n {chosen}\n")
+        words = ["-F", str(config), "big"]
+        argv = ["ssh", "-G", *sandbox_travel.first_cipher(words), *words]
+        said = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+        (line,) = [line for line in said.splitlines() if line.startswith("ciphers ")]
+        assert ("ciphers aes128-gcm" in line, "chacha" in line) == (first, not chosen)
 
 
 # --- What comes back ---
@@ -330,16 +367,24 @@ def test_a_list_waits_for_no_dead_host(far: Far, monkeypatch: pytest.MonkeyPatch
 # --- What a session keeps ---
 
 
+class Keeper:
+    """keep.py with a folder of the test's own, and who asks it."""
+
+    def __init__(self, folder: Path, look: str = "LOOK_MS = 100") -> None:
+        program = (ROOT / "static" / "session" / "keep.py").read_text()
+        assert "LOOK_MS = 100" in program
+        self.source = program.replace('"/run/sandbox/jobs"', repr(str(folder))).replace(
+            "LOOK_MS = 100", look)
+
+    def __call__(self, position: int, *command: str, given: str = "", tag: str = "tag") -> bytes:
+        argv = [sys.executable, "-I", "-S", "-c", self.source, *command]
+        return subprocess.run(argv, input=given.encode(), stdout=subprocess.PIPE, timeout=60,
+                              env={"SANDBOX_HOLD": f"{tag} {position}", **os.environ}).stdout
+
+
 def test_what_is_kept_is_run_once_and_shown_from_anywhere(tmp_path: Path) -> None:
     """Also where nothing was kept, where it cannot be, and where its keeper was killed."""
-    program = (ROOT / "static" / "session" / "keep.py").read_text()
-    source = program.replace('"/run/sandbox/jobs"', repr(str(tmp_path / "jobs")))
-
-    def keep(position: int, *command: str, given: str = "") -> bytes:
-        argv = [sys.executable, "-I", "-S", "-c", source, *command]
-        return subprocess.run(argv, input=given.encode(), stdout=subprocess.PIPE, timeout=60,
-                              env={"SANDBOX_HOLD": f"tag {position}", **os.environ}).stdout
-
+    keep = Keeper(tmp_path / "jobs")
     runs, go = tmp_path / "runs", tmp_path / "go"
     command = ("sh", "-c", f"echo a; echo >>{runs}; until [ -e {go} ]; do sleep 0.1; done; "
                "echo b >&2; exit 5")
@@ -352,6 +397,8 @@ def test_what_is_kept_is_run_once_and_shown_from_anywhere(tmp_path: Path) -> Non
     assert runs.read_text() == "\n"
     assert keep(0, given="!").endswith(whole) and not [*(tmp_path / "jobs").iterdir()]
     assert keep(0) == b"e\0\0\0\0"
+    wait_for(lambda: keep(0, str(tmp_path / "none")).endswith(b"e\0\0\0\x03127"))
+    assert b": not found" in keep(0, given="!")
     killed = keep(0, "sh", "-c", f"rm {go}; kill -9 $PPID; echo never")
     wait_for(lambda: not go.exists())
     wait_for(lambda: keep(0).endswith(b"e\0\0\0\0"))
@@ -362,6 +409,17 @@ def test_what_is_kept_is_run_once_and_shown_from_anywhere(tmp_path: Path) -> Non
     (tmp_path / "jobs").touch()
     assert keep(0, *command).startswith(b"n")
     assert runs.read_text() == "\n"
+
+
+def test_the_last_words_are_kept(tmp_path: Path) -> None:
+    """Whenever a keeper looks whether the command has ended: here it does so all the time."""
+    keep = Keeper(tmp_path / "jobs", look="LOOK_MS = 0")
+    tags = [f"tag{number}" for number in range(20)]
+    for tag in tags:
+        keep(0, "sh", "-c", "sleep 0.1; echo b", tag=tag)
+    for tag in tags:
+        wait_for(lambda tag=tag: b"e\0\0\0\0010" in keep(0, tag=tag))  # type: ignore[misc]
+        assert b"o\0\0\0\2b\n" in keep(0, tag=tag)
 
 
 class Follower:
@@ -401,6 +459,20 @@ def test_a_follower_ends_with_what_it_follows_and_no_sooner(
     assert far.follow("lost", "never asked") == sandbox.KILLED and far.states == ["never asked"]
 
 
+@pytest.mark.parametrize("lasts, calls", [(True, 11), (False, sandbox_hosts.TRIES + 1)])
+def test_the_end_of_a_program_is_awaited_though_often_cut(monkeypatch: pytest.MonkeyPatch,
+                                                          lasts: bool, calls: int) -> None:
+    """Each call that has lasted was made; one that never begins is not made for ever."""
+    statuses, made = [255] * 10 + [0], list[int]()
+    monkeypatch.setattr(sandbox_hosts, "FIRST_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(sandbox_hosts, "LONGEST_PAUSE_SECONDS", 0 if lasts else 60)
+    monkeypatch.setattr(sandbox, "spawn", lambda *_, **__: made.append(1))
+    monkeypatch.setattr(sandbox_hosts, "wait_for", lambda *_: statuses[len(made) - 1])
+    monkeypatch.setattr(sandbox_hosts, "is_gone", lambda *_: False)
+    sandbox_hosts.await_end(sandbox.Docker(), sandbox.Session("far", "", {}), ["true"])
+    assert len(made) == calls
+
+
 def test_a_flood_of_errors_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_hosts, "SILENT_SECONDS", 600)
     far = Follower(tmp_path, monkeypatch)
@@ -429,3 +501,19 @@ def test_a_forwarder_that_went_to_the_background_leads_elsewhere(tmp_path: Path)
         assert not sandbox.is_here(f"unix://{path}")
     finally:
         go.write_bytes(b"")
+
+
+def test_what_is_there_hides_nothing_else_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a quota would be taken for a name that somebody has, and asked again and again."""
+    there = 'Error from server (AlreadyExists): persistentvolumeclaims "one" already exists\n'
+    wrong = 'Error from server (Forbidden): persistentvolumeclaims "two": exceeded quota'
+    engine = sandbox_kube.Kubectl("k8s", ["kubectl"])
+    for said, raised in ((there, None), (f"{there}{wrong}\n", wrong),
+                         ("", "kubectl ended with status 1")):
+        monkeypatch.setattr(sandbox_kube, "kubectl", lambda *_, said=said, **__: (1, "", said))
+        if raised is None:
+            sandbox_kube.make(engine, {}, there=True)
+            continue
+        with pytest.raises(sandbox.SandboxError) as error:
+            sandbox_kube.make(engine, {}, there=True)
+        assert error.value.message == raised

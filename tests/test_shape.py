@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from browser import Page, chromium
-from conftest import PYTHON, ROOT, TIMEOUT_SECONDS, Engine, write_config
+from conftest import PYTHON, ROOT, TIMEOUT_SECONDS, Engine, on_docker, write_config
 from fuzz import STREAMS
 from service import Service
 from test_browser import log_in, open_screen, submit
@@ -141,10 +141,7 @@ def service_of_five(fifth: Engine) -> Iterator[Service]:
     service.end()
 
 
-docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True, scope="session")
-
-
-@docker_only
+@on_docker
 def test_a_row_more_is_an_agent_of_the_command_line(fifth: Engine, name: str) -> None:
     printed = fifth.sandbox("config", "command", "-y", "nn", "--", "--more")
     assert printed.stdout.splitlines()[-1].endswith(" newname --all --more"), printed
@@ -159,7 +156,7 @@ def test_a_row_more_is_an_agent_of_the_command_line(fifth: Engine, name: str) ->
     assert refused.returncode == 2 and "did you mean newname?" in refused.stderr
 
 
-@docker_only
+@on_docker
 def test_a_row_more_is_an_agent_of_init(fifth: Engine) -> None:
     elsewhere = fifth.directory()
     (elsewhere / "auth.json").write_text("{}")
@@ -172,7 +169,7 @@ def test_a_row_more_is_an_agent_of_init(fifth: Engine) -> None:
     assert "hush" in (fifth.home / "env" / "newname.env").read_text()
 
 
-@docker_only
+@on_docker
 def test_a_row_more_is_an_agent_of_the_pages(service_of_five: Service, name: str) -> None:
     """What it prints is shown as text, for there is no reader of its events."""
     service = service_of_five

@@ -5,9 +5,9 @@ import termios
 from pathlib import Path
 
 import pytest
-from conftest import Engine, Terminal, on_docker, write_config
+from conftest import Engine, Terminal, everywhere, on_docker, write_config
 from service import wait_for
-from test_engines import container_names, sleeping
+from test_engines import sleeping
 
 PROMPT = "Keep it? [y] "
 
@@ -36,7 +36,7 @@ def test_y_keeps_the_container_and_passes_the_status(engine: Engine, agent: str,
         terminal.send("7\n")
         terminal.expect("read:7")
         assert leave(terminal, "y") == 7
-    assert name in container_names(engine)
+    assert name in engine.names()
     assert f"sandbox run -n {name} -- -c" in terminal.output
 
 
@@ -46,7 +46,7 @@ def test_n_removes_the_container(engine: Engine, agent: str, name: str) -> None:
         terminal.expect(agent)
         terminal.send("\n")
         assert leave(terminal, "n") == 4
-    assert name not in container_names(engine)
+    assert name not in engine.names()
 
 
 @on_docker
@@ -74,7 +74,7 @@ def test_1_r_x_and_i_go_on_in_the_same_container(engine: Engine, agent: str, nam
         terminal.send("echo shell-$((2+2)); exit 6\n")
         terminal.expect("shell-4")
         assert leave(terminal, "") == 6
-    assert container_names(engine).count(name) == 1
+    assert engine.names().count(name) == 1
 
 
 @on_docker
@@ -83,14 +83,14 @@ def test_the_end_of_input_keeps_the_container(engine: Engine, agent: str, name: 
         terminal.expect(agent)
         terminal.send("1\n")
         assert leave(terminal, "\x04") == 1
-    assert name in container_names(engine)
+    assert name in engine.names()
 
 
 @on_docker
 def test_no_terminal_no_question(engine: Engine, agent: str, name: str) -> None:
     answer = engine.sandbox("run", "-n", name, "-y", "c", input="5\n")
     assert (answer.returncode, answer.stdout) == (5, f"{agent}\nread:5\n")
-    assert name in container_names(engine)
+    assert name in engine.names()
 
 
 @on_docker
@@ -99,9 +99,10 @@ def test_rm_on_exit_asks_nothing(engine: Engine, agent: str, name: str) -> None:
         terminal.expect(agent)
         terminal.send("3\n")
         assert terminal.wait() == 3
-    assert PROMPT not in terminal.output and name not in container_names(engine)
+    assert PROMPT not in terminal.output and name not in engine.names()
 
 
+@everywhere
 def test_the_default_is_a_shell_and_the_size_is_the_terminals(engine: Engine, project: Path,
                                                               name: str) -> None:
     with engine.pty("run", "-n", name, rows=41, cols=133) as terminal:
@@ -155,7 +156,7 @@ def test_with_rm_on_exit_a_closed_terminal_leaves_nothing(engine: Engine, projec
         wait_for(lambda: sleeping(engine, name, mark) == 1)
         os.dup2(os.open(os.devnull, os.O_RDWR), terminal.master)
         terminal.process.wait(60)
-    assert name not in container_names(engine)
+    assert name not in engine.names()
 
 
 def test_the_terminal_is_as_it_was(engine: Engine, project: Path, name: str) -> None:

@@ -124,6 +124,8 @@ def test_a_directory_is_there_byte_for_byte(far: Far, engine: Engine, name: str)
     assert [line for line in lines if "./none" not in line][1:] == expected[1:]
     assert "not copied: fifo: it is no file" in ran.stderr
     assert far.project.stat().st_mtime_ns == times
+    took = far.sandbox("run", "--on", "big", "-n", name, "-x", "du -k sparse").stdout
+    assert int(took.split()[0]) < 100  # of three million
 
 
 def test_work_comes_back_and_nothing_else(repository: Far, name: str) -> None:
@@ -221,7 +223,8 @@ def test_what_is_used_there_is_counted_here(far: Far, name: str) -> None:
     lost = {"big": HOSTS["big"], "lost": {"runtime": "docker", "context": "lost"}}
     configure(far.engine.home, hosts=lost)
     everywhere = far.sandbox("usage", "--json", fails=1)
-    assert json.loads(everywhere.stdout) == json.loads(told.stdout)
+    entries = json.loads(everywhere.stdout)  # also those of this machine, which others use
+    assert [one for one in entries if "@" in one["name"]] == json.loads(told.stdout)
     assert "lost did not answer" in everywhere.stderr
 
 
@@ -433,8 +436,7 @@ def test_a_podman_that_a_file_calls_elsewhere(far: Far, name: str) -> None:
         return far.there.machine.must("podman", "volume", "ls", "-q", user=USER).split()
 
     (far.project / "here").write_text("")
-    made = far.sandbox("run", "--copy", "-n", name, "-x", "ls; echo there >here", env=env)
-    assert made.stdout == "here\n", made.stderr
+    far.sandbox("run", "--copy", "-n", name, "-x", "test -f here && echo there >here", env=env)
     far.sandbox("merge", name, env=env)
     assert (far.project / "here").read_text() == "there\n"
     assert far.sandbox("prune", env=env).stdout == ""

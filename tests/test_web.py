@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -899,6 +900,64 @@ def test_a_log_that_cannot_be_written_keeps_nobody_from_an_answer(engine: Engine
         assert engine.sandbox("serve", service.address, "--stop").returncode == 0
     finally:
         subprocess.run(["umount", home / "web"], check=True)
+
+
+def test_a_log_that_nobody_reads_keeps_nobody_from_an_answer(service: Service) -> None:
+    """It goes to a pipe, whose reader rests; what comes when that reads again is written again."""
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+
+    def ask(path: str) -> int:
+        connection.request("GET", path, headers={"Cookie": service.cookie})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+
+    for _ in range(100):
+        assert ask(f"/{'x' * 2000}") == 404
+    assert service.process.stderr
+    log = service.process.stderr.fileno()
+
+    def is_written() -> bool:
+        assert ask("/again") == 404
+        return b" /again 404 " in os.read(log, 1 << 20)
+
+    wait_for(is_written)
+    connection.close()
+
+
+def test_a_terminal_that_nobody_reads_keeps_nobody_from_an_answer(engine: Engine, home: Path,
+                                                                  ) -> None:
+    """Where it has room for less than a line, too."""
+    address = f"127.0.0.1:{free_port()}"
+    with engine.pty("serve", address, "-P", "secret") as terminal:
+        terminal.expect("password")
+        connection = http.client.HTTPConnection(address, timeout=60)
+        for number in range(600):
+            connection.request("GET", f"/none{'x' * (number % 97)}")
+            connection.getresponse().read()  # or its time is over
+        connection.close()
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError, TimeoutError, EOFError])
+def test_what_goes_wrong_here_is_answered(home: Path, monkeypatch: pytest.MonkeyPatch,
+                                          error: type[Exception]) -> None:
+    """Only the client's own end of a connection ends it without an answer."""
+    def get(*_: object) -> sandbox_web.Answer:
+        raise error
+
+    monkeypatch.setenv("SANDBOX_HOME", str(home))
+    monkeypatch.setattr(sandbox_web, "PATHS", [("GET", re.compile("/auth/login"), get)])
+    app = sandbox_web.App(("127.0.0.1", 0), sandbox.load_config(), None)
+    threading.Thread(target=app.serve_forever, args=(0.01,)).start()
+    connection = http.client.HTTPConnection("127.0.0.1", app.socket.getsockname()[1],
+                                            timeout=60)
+    try:
+        connection.request("GET", "/auth/login")
+        assert connection.getresponse().status == 500
+    finally:
+        connection.close()
+        app.shutdown()
+        app.server_close()
 
 
 def test_a_stale_or_reused_pid_is_never_signalled(engine: Engine, home: Path) -> None:

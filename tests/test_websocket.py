@@ -16,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import everywhere, on_docker
 from service import PASSWORD, Screen, Service, wait_for
 from test_engines import sleeping
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from sandbox_web import FLOOD_SECONDS, REST_SECONDS, Terminal, Viewer
+from sandbox_web import FLOOD_SECONDS, REST_SECONDS, Terminal, Terminals, Viewer
 
 
 def frame(kind: bytes, data: bytes) -> bytes:
@@ -30,13 +31,11 @@ def frame(kind: bytes, data: bytes) -> bytes:
     return kind + len(data).to_bytes(4, "big") + data
 
 
-docker_only = pytest.mark.parametrize("engine", ["docker"], indirect=True)
-
-
 def run(screen: Screen, line: str) -> None:
     screen.type(line + "\n")
 
 
+@everywhere
 def test_a_shell_with_size_and_resize(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name, "rows=41&cols=133") as screen:
@@ -65,6 +64,7 @@ def test_closing_leaves_no_process_inside(service: Service, name: str) -> None:
     wait_for(lambda: service.get(f"/api/sessions/{name}/terminals").json == [])
 
 
+@everywhere
 def test_ten_megabytes_of_random_bytes_come_back_as_they_went(service: Service, name: str) -> None:
     """In pieces that a PTY holds: podman gets stuck when both directions are flooded."""
     service.create(name)
@@ -84,7 +84,7 @@ def test_ten_megabytes_of_random_bytes_come_back_as_they_went(service: Service, 
     assert received.digest() == hashlib.sha256(data).digest()
 
 
-@docker_only
+@on_docker
 def test_frames_that_come_in_pieces_and_together(service: Service, name: str) -> None:
     service.create(name)
 
@@ -119,7 +119,7 @@ def test_frames_that_come_in_pieces_and_together(service: Service, name: str) ->
         assert closed.value.rcvd and closed.value.rcvd.code == 1002
 
 
-@docker_only
+@on_docker
 def test_a_flood_both_ways_neither_sticks_nor_loses_anything(service: Service, name: str) -> None:
     service.create(name)
     data = random.Random(2).randbytes(3_000_000) + b"."
@@ -141,7 +141,7 @@ def test_a_flood_both_ways_neither_sticks_nor_loses_anything(service: Service, n
         assert screen.output == data
 
 
-@docker_only
+@on_docker
 def test_the_last_line_always_arrives(service: Service, name: str) -> None:
     """A hundred times, ten at once."""
     service.create(name)
@@ -157,7 +157,7 @@ def test_the_last_line_always_arrives(service: Service, name: str) -> None:
                     screen.receive()
 
 
-@docker_only
+@on_docker
 def test_resume_has_nothing_missing_and_nothing_twice(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
@@ -175,7 +175,7 @@ def test_resume_has_nothing_missing_and_nothing_twice(service: Service, name: st
     assert lines[: 2999 + 1] == [f"line-{i}" for i in range(1, 3000)] + ["all"]
 
 
-@docker_only
+@on_docker
 def test_a_position_that_is_gone_is_said(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
@@ -189,7 +189,7 @@ def test_a_position_that_is_gone_is_said(service: Service, name: str) -> None:
         assert not screen.hello["resumed"]
 
 
-@docker_only
+@on_docker
 def test_one_writer_many_viewers(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as first:
@@ -210,7 +210,7 @@ def test_one_writer_many_viewers(service: Service, name: str) -> None:
             assert third.message("role")["writer"]
 
 
-@docker_only
+@on_docker
 def test_a_reader_that_stops_neither_blocks_others_nor_costs_memory(service: Service,
                                                                     name: str) -> None:
     service.create(name)
@@ -262,7 +262,7 @@ def test_a_reader_that_is_silent_for_long_stays() -> None:
     assert terminal.viewers == [] and gone
 
 
-@docker_only
+@on_docker
 def test_a_viewer_that_never_acknowledges_is_resynchronised(service: Service, name: str) -> None:
     service.create(name)
     with (service.terminal(name) as writer,
@@ -279,7 +279,7 @@ def test_a_viewer_that_never_acknowledges_is_resynchronised(service: Service, na
         mute.expect("done")
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize(
     "frame",
     [
@@ -349,7 +349,7 @@ def test_a_killed_server_loses_no_terminal(service: Service, name: str) -> None:
     wait_for(lambda: sleeping(service.engine, name, "76543") == 0)
 
 
-@docker_only
+@on_docker
 def test_the_last_mebibyte_outlives_the_server(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
@@ -367,7 +367,7 @@ def test_the_last_mebibyte_outlives_the_server(service: Service, name: str) -> N
         assert screen.output.endswith(last)
 
 
-@docker_only
+@on_docker
 def test_an_orderly_end_of_the_server_detaches(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
@@ -387,7 +387,7 @@ def test_an_orderly_end_of_the_server_detaches(service: Service, name: str) -> N
         screen.expect("alive")
 
 
-@docker_only
+@on_docker
 def test_an_end_that_nobody_saw(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
@@ -426,7 +426,7 @@ def test_a_killed_client_of_the_engine_is_replaced(service: Service, name: str) 
         assert screen.message("exit")["status"] == 7
 
 
-@docker_only
+@on_docker
 def test_two_servers_and_the_size_of_who_typed_last(service: Service, name: str) -> None:
     service.create(name)
     with ExitStack() as stack:
@@ -448,7 +448,7 @@ def test_two_servers_and_the_size_of_who_typed_last(service: Service, name: str)
         assert first.message("size") == {"type": "size", "rows": 30, "cols": 90}
 
 
-@docker_only
+@on_docker
 def test_a_thousand_viewers_come_and_go(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
@@ -469,7 +469,7 @@ def test_a_thousand_viewers_come_and_go(service: Service, name: str) -> None:
         screen.expect("alive")
 
 
-@docker_only
+@on_docker
 def test_a_session_that_cannot_hold_terminals(service: Service, name: str) -> None:
     """As one that was made by an earlier version: said once, and ended with its server."""
     service.create(name)
@@ -494,6 +494,18 @@ def test_a_session_that_cannot_hold_terminals(service: Service, name: str) -> No
     wait_for(lambda: sleeping(service.engine, name, "65432") == 0)
 
 
+def test_a_server_waits_for_terminals_that_have_left_its_list(tmp_path: Path) -> None:
+    """What hangs up their programs would end with it."""
+    terminals = Terminals(str(tmp_path / "terminals"))
+    waited: list[float] = []
+    going: Any = SimpleNamespace(id="x", ended=False, held=True,
+                                 thread=SimpleNamespace(join=waited.append))
+    going.wake = lambda: terminals.remove(going)  # before it is waited for
+    terminals.by_id["x"] = going
+    terminals.leave()
+    assert waited and not terminals.all()
+
+
 def lie(service: Service, name: str, said: bytes, then: str) -> None:
     """Have a program that prints these bytes in the place of each holder's client to come."""
     project = service.engine.project
@@ -504,7 +516,7 @@ def lie(service: Service, name: str, said: bytes, then: str) -> None:
     assert service.engine.run("exec", name, "sh", "-c", put).returncode == 0
 
 
-@docker_only
+@on_docker
 def test_a_session_that_is_not_what_it_was(service: Service, name: str) -> None:
     """A terminal is begun in the container that was last seen, before it is looked at."""
     service.create(name)
@@ -523,7 +535,7 @@ def test_a_session_that_is_not_what_it_was(service: Service, name: str) -> None:
     assert len(listed(service, name)) == 1
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize("how", ["stopped", "created anew", "removed"])
 @pytest.mark.parametrize("where", ["page", "command line"])
 def test_viewers_are_told_what_became_of_the_session(service: Service, name: str, how: str,
@@ -544,7 +556,7 @@ def test_viewers_are_told_what_became_of_the_session(service: Service, name: str
         assert f"the session {name} was {how}" in screen.message("exit")["reason"]
 
 
-@docker_only
+@on_docker
 def test_a_session_that_is_not_there_has_no_terminals(service: Service, name: str) -> None:
     path = f"/api/sessions/{name}/terminals"
     assert service.get(path).status == 404
@@ -552,7 +564,7 @@ def test_a_session_that_is_not_there_has_no_terminals(service: Service, name: st
     assert (service.get(path).status, service.get(path).json) == (200, [])
 
 
-@docker_only
+@on_docker
 def test_a_holder_that_dies(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
@@ -578,7 +590,7 @@ LIES = {
 }
 
 
-@docker_only
+@on_docker
 @pytest.mark.parametrize("what", LIES)
 def test_a_holder_that_lies_harms_its_terminal_alone(service: Service, name: str,
                                                      what: str) -> None:
@@ -593,7 +605,7 @@ def test_a_holder_that_lies_harms_its_terminal_alone(service: Service, name: str
         other.expect("alive")
 
 
-@docker_only
+@on_docker
 def test_a_client_that_stays_after_what_is_no_frame_is_ended(service: Service, name: str) -> None:
     service.create(name)
     lie(service, name, b"XXXXXXXX", "trap '' HUP TERM; sleep 1000")
@@ -601,7 +613,7 @@ def test_a_client_that_stays_after_what_is_no_frame_is_ended(service: Service, n
         assert screen.message("exit")["type"] == "exit"
 
 
-@docker_only
+@on_docker
 def test_a_holder_that_goes_back_starts_its_viewers_anew(service: Service, name: str) -> None:
     service.create(name)
     lie(service, name, frame(b"h", b"10 24 80 0") + frame(b"o", b"abc"),
@@ -623,7 +635,7 @@ def is_cut(stream: Iterator[tuple[str, object, int]]) -> bool:
     return "end" not in [kind for kind, _, _ in stream]
 
 
-@docker_only
+@on_docker
 def test_a_logout_ends_what_its_login_has_open_and_no_more(service: Service, name: str) -> None:
     session = service.create(name, network={"allow": ["a.test"]})["name"]
     job = service.job(session, "echo ready; sleep 1000")
@@ -657,7 +669,7 @@ def test_a_logout_ends_what_its_login_has_open_and_no_more(service: Service, nam
         screen.expect("again")
 
 
-@docker_only
+@on_docker
 def test_a_logout_ends_a_terminal_that_takes_nothing(service: Service, name: str) -> None:
     """And one whose input the program does not take."""
     service.create(name)
@@ -677,7 +689,7 @@ def test_a_logout_ends_a_terminal_that_takes_nothing(service: Service, name: str
         wait_for(lambda: service.resources()[0] <= threads + 1)
 
 
-@docker_only
+@on_docker
 def test_expiry_and_a_new_password_end_what_is_open(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "echo ready; sleep 1000")
@@ -702,7 +714,7 @@ def test_expiry_and_a_new_password_end_what_is_open(service: Service, name: str)
     assert service.engine.sandbox("serve", service.address, "--stop").returncode == 0
 
 
-@docker_only
+@on_docker
 def test_handshakes_that_are_refused(service: Service, name: str) -> None:
     service.create(name)
     for query, status in (
@@ -726,7 +738,7 @@ def test_handshakes_that_are_refused(service: Service, name: str) -> None:
     assert refused.value.response.status_code == 401
 
 
-@docker_only
+@on_docker
 def test_many_terminals_come_and_go_without_a_trace(service: Service, name: str) -> None:
     service.create(name)
     for turn in range(3):

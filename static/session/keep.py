@@ -53,7 +53,9 @@ def keep(log: int, path: str, tag: str, command: list[str]) -> NoReturn:
     status = os.open(f"{path}.status", os.O_WRONLY)
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     actions = [(os.POSIX_SPAWN_DUP2, end, fd) for end, fd in ((out_end, 1), (err_end, 2))]
-    pid = os.posix_spawnp(command[0], command, {**os.environ, "SANDBOX_EXEC": tag}, setpgroup=0,
+    # A shell says of a program that is not there what exec.sh would, and gives its status.
+    argv = ["sh", "-c", 'exec "$@"', "sandbox", *command]
+    pid = os.posix_spawnp("sh", argv, {**os.environ, "SANDBOX_EXEC": tag}, setpgroup=0,
                           file_actions=actions, setsigdef=[SIGPIPE, SIGXFSZ])
     os.close(out_end)
     os.close(err_end)
@@ -62,8 +64,10 @@ def keep(log: int, path: str, tag: str, command: list[str]) -> NoReturn:
         poller.register(fd, select.POLLIN)
     while kinds:
         ready = poller.poll(LOOK_MS)
-        if not ready and not ended[0] and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if not ready and ended[0]:
             break  # what it has left has the pipes
+        if not ready:  # what it printed meanwhile is there when one looks again
+            ended = os.waitpid(pid, os.WNOHANG)
         for fd, _ in ready:
             data = os.read(fd, PIECE_BYTES)
             if not data:

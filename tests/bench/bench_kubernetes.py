@@ -19,8 +19,8 @@ from harness import Table, median, quartiles
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
+from cluster import Cluster, started  # noqa: E402
 from conftest import copy_code  # noqa: E402
-from test_kube import Cluster, started  # noqa: E402
 
 PAUSE_SECONDS = 0.1  # as bench_cli.py has it
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = Table()
     with tempfile.TemporaryDirectory(prefix="sandbox-bench-") as name:
         copy_code(Path(name, "app"))
-        cluster = Cluster("kubernetes", "docker", "root", Path(name))
+        cluster = Cluster("kubernetes", "kubectl", "root", Path(name))
         with started(cluster):
             cluster.configure()
             os.environ.update(cluster.environ())
