@@ -27,6 +27,38 @@ DESKTOP, PHONE = (1280, 800), (390, 780)
 KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowUp": (38, ""),
         "ArrowDown": (40, ""), "Delete": (46, "")}
 
+# Where to press on an element; null as long as it moves, or something else is there. What comes
+# into the page after that may move it: the page does not get a press on something else.
+AIM = """(async () => {
+    const find = () => [...document.querySelectorAll(SELECTOR)]
+        .find((e) => e.checkVisibility() && !e.disabled);
+    window.aim?.guard.abort();
+    const aim = window.aim = { guard: new AbortController() };
+    for (let frames = 0, at = []; frames < 60; frames++) {
+        const last = at;
+        await new Promise(requestAnimationFrame);
+        const e = find();
+        e?.scrollIntoView({ block: "nearest" });
+        const box = e?.getClientRects()[0] ?? {};
+        at = [box.x + box.width / 2, box.y + box.height / 2];
+        if (at[0] !== last[0] || at[1] !== last[1]) continue;
+        const there = document.elementFromPoint(...at);
+        aim.there = there?.outerHTML.slice(0, 200);
+        if (!e.contains(there)) {
+            e.scrollIntoView({ block: "center" }); // from below what sticks to an edge
+            continue;
+        }
+        for (const kind of ["pointerdown", "mousedown"]) window.addEventListener(kind, (event) => {
+            aim.hit ??= Boolean(find()?.contains(event.target));
+            if (aim.hit) return;
+            event.preventDefault();
+            event.stopImmediatePropagation();
+        }, { capture: true, once: true, signal: aim.guard.signal });
+        return at;
+    }
+    return null;
+})()"""
+
 
 class Page:
     """One tab: what it has asked for and complained about, and hands for it."""
@@ -138,32 +170,28 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def click(self, selector: str, amid: Callable[[], None] = lambda: None) -> None:
-        """Press the mouse on the first element of a selector that can be seen.
+        """Press the mouse on the first element of a selector that can be seen, and on no other.
 
         amid: what happens before it is released."""
         found = json.dumps(selector)
-        self.wait(
-            f"[...document.querySelectorAll({found})]"
-            ".some((e) => e.checkVisibility() && !e.disabled)")
-        # What comes into the page meanwhile moves it: it has to be at rest for a frame.
-        at = self.eval(f"""(async () => {{
-            let at = [], last;
-            do {{
-                last = at;
-                await new Promise(requestAnimationFrame);
-                const e = [...document.querySelectorAll({found})]
-                    .find((e) => e.checkVisibility() && !e.disabled);
-                e.scrollIntoView({{ block: "nearest" }});
-                const box = e.getBoundingClientRect();
-                at = [box.x + box.width / 2, box.y + box.height / 2];
-            }} while (at[0] !== last[0] || at[1] !== last[1]);
-            return at;
-        }})()""")
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left",
-                      clickCount=1)
-            if kind == "mousePressed":
-                amid()
+        deadline = time.monotonic() + HANG_SECONDS
+        while True:
+            with suppress(AssertionError):  # a page that is being left
+                if at := self.eval(AIM.replace("SELECTOR", found)):
+                    self.mouse("mousePressed", at)
+                    if self.eval("window.aim?.hit"):
+                        break
+                    self.mouse("mouseReleased", [0, 0])  # elsewhere: nothing is clicked
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"{selector} cannot be pressed: {self.eval('window.aim?.there')} is there\n"
+                    f"{self.errors}\n{self.text()[-3000:]}")
+        amid()
+        self.mouse("mouseReleased", at)
+
+    def mouse(self, kind: str, at: list[float], count: int = 1) -> None:
+        self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left",
+                  clickCount=count)
 
     def press(self, name: str, text: str = "", modifiers: int = 0) -> None:
         """Press a key: a name of KEYS, or a letter."""
@@ -180,7 +208,7 @@ class Page:
     def fill(self, selector: str, text: str) -> None:
         """Replace what is in a field."""
         self.click(selector)
-        self.eval(f"document.querySelector({json.dumps(selector)}).select()")
+        self.eval(f"(e => (e.focus(), e.select()))(document.querySelector({json.dumps(selector)}))")
         self.type(text)
 
     def screenshot(self, path: Path) -> None:

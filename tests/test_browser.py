@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -204,8 +204,11 @@ def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, na
     inner = service.engine.project / "abc" / "<b> 'c'"
     inner.mkdir(parents=True)
     (service.engine.project / "abd").mkdir()
+    button = "document.querySelector('form button[type=submit]').getBoundingClientRect().y"
+    before = page.eval(button)
     page.fill(directory, f"{service.engine.project}/a")
     page.see("abc\nabd", "[role=listbox]")
+    assert page.eval(button) == before  # the list goes when that is pressed
     page.press("ArrowDown")
     page.press("ArrowDown")
     page.press("Escape")
@@ -298,9 +301,12 @@ def test_a_command_outlives_the_server_that_started_it(page: Page, service: Serv
     open_screen(page, service, name, "command")
     submit(page, "for i in 1 2 3 4 5 6; do echo tick $i; sleep 1; done")
     page.see("tick 2", ".output")
+    place = "document.querySelector('.tabs').getBoundingClientRect().y"
+    before = page.eval(place)
     service.process.kill()
     service.process.wait()
     page.see("The server does not answer", "#banner")
+    assert page.eval(place) == before
     service.process.end()
     service.start()
     page.see("exit 0", ".job-foot")
@@ -824,8 +830,7 @@ def test_the_clipboard_of_a_terminal(page: Page, service: Service, name: str) ->
         }})()""")
         for count in (1, 2):
             for kind in ("mousePressed", "mouseReleased"):
-                page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left",
-                          clickCount=count)
+                page.mouse(kind, [x, y], count)
         if how == "button":
             page.click("[aria-label^='Copy the selection']")
         else:
@@ -894,7 +899,7 @@ def test_settings_that_were_not_saved_are_kept_and_asked_about(page: Page, servi
     page.see("Not saved yet", ".settings")
     page.click(".tabs a")
     page.see("AGENT mode needs a command")
-    page.click(".tabs a:last-child")
+    page.click(".tabs a[href$=settings]")
     page.wait(
         f"document.querySelector({json.dumps(template)})?.value === 'echo {{prompt}} not saved'")
     page.see("Not saved yet", ".settings")
@@ -1351,6 +1356,155 @@ def test_mission_control_says_what_cannot_be_prompted(page: Page, service: Servi
 
 
 # --- Everywhere ---
+
+LATE = """{
+    const real = fetch, gate = new Promise((open) => (window.release = open));
+    Object.assign(window, { asked: false, pending: 0 });
+    window.fetch = async (url, options) => {
+        if (String(url).includes(PART)) {
+            window.asked = true;
+            await gate;
+            return real(url, options);
+        }
+        pending++;
+        return real(url, options).finally(() => pending--);
+    };
+    const frame = () => new Promise(requestAnimationFrame);
+    const controls = () => [...document.querySelectorAll("main :is(a, button, input, textarea)")]
+        .filter((e) => e.checkVisibility());
+    const place = (e) => {
+        const { x, y } = e.getBoundingClientRect();
+        return `${Math.round(x)},${Math.round(y)}`;
+    };
+    window.look = async () => {
+        await frame();
+        await frame();
+        return (window.places = controls().map((e) => [e, place(e)])).length;
+    };
+    window.moved = async () => {
+        await frame();
+        await frame();
+        return places.filter(([e, was]) => e.checkVisibility() && place(e) !== was)
+            .map(([e, was]) => `${e.outerHTML.slice(0, 80)}: ${was} -> ${place(e)}`);
+    };
+}"""
+
+
+def moved_by_what_is_late(page: Page, service: Service, path: str, part: str,
+                          there: str) -> list[str]:
+    """The controls of a page that move when the answers of some addresses come after all else."""
+    script = page.call("Page.addScriptToEvaluateOnNewDocument",
+                       source=LATE.replace("PART", json.dumps(part)))
+    page.call("Page.navigate", url="about:blank")
+    page.goto(f"http://{service.address}/#/{path}")
+    page.wait("asked && !pending")
+    page.eval("look()")
+    page.eval("release()")
+    page.wait(f"document.querySelector({json.dumps(there)})")
+    moved: list[str] = page.eval("moved()")
+    page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script["identifier"])
+    return moved
+
+
+def test_what_comes_late_moves_nothing(page: Page, service: Service, name: str) -> None:
+    service.create(name)
+    for path, part, there in ((f"s/{name}/settings", f"/api/sessions/{name}", ".settings"),
+                              (f"s/{name}/terminal", "/terminals", ".term-tab"),
+                              ("new", "/api/profiles", "input[value=claude]")):
+        assert moved_by_what_is_late(page, service, path, part, there) == [], path
+
+
+def test_a_press_that_comes_late_on_stop_starts_nothing(page: Page, service: Service,
+                                                        name: str) -> None:
+    """Where it was there is no other button once the job has ended."""
+    wait = "until [ -e go ]; do sleep 0.1; done; rm go"
+    service.create(name, agentPromptCommand=f"{wait}; : {{prompt}}")
+    go = service.engine.project / "go"
+    tile = f".tile:has([aria-label='Prompt for {name}'])"
+
+    def there(stop: str, end: Callable[[], None]) -> str | None:
+        """The control that has come to the place of a button."""
+        found = json.dumps(stop)
+        page.wait(f"document.querySelector({found})?.checkVisibility()")
+        at = page.eval(f"((box) => [box.x + box.width / 2, box.y + box.height / 2])"
+                       f"(document.querySelector({found}).getBoundingClientRect())")
+        go.touch()
+        end()
+        control: str | None = page.eval("((e) => e.closest('a, button')?.outerHTML)"
+                                        f"(document.elementFromPoint({at[0]}, {at[1]}))")
+        return control
+
+    open_screen(page, service, name, "agent")
+    submit(page, "go on")
+    page.see("running", ".turn .job-foot")
+    assert there(".job-foot button", lambda: page.see("Ask again", ".job-foot")) is None
+    open_screen(page, service, name, "command")
+    submit(page, wait)
+    page.see("running", ".job .job-foot")
+    assert there(".job-foot button", lambda: page.see("Run again", ".job-foot")) is None
+    page.goto(f"http://{service.address}/preview")
+    service.post(f"/api/sessions/{name}/prompt", {"prompt": "once more"})
+    page.see("Working", f"{tile} .state")
+    stop = f"{tile} form button:not([hidden]):not(.primary)"
+    assert there(stop, lambda: page.see("Waiting for you", f"{tile} .state")) is None
+
+
+def test_no_tile_moves_under_the_mouse(page: Page, service: Service, name: str) -> None:
+    other, own = f"{name}-a", f"{name}-b"
+    service.create(own)
+    service.ended(service.job(own, "false"))
+    page.goto(f"http://{service.address}/preview")
+    tile = ".tile:has([href*='{}'])"
+    page.see("Failed", tile.format(own))
+    button = f"document.querySelector(\"{tile.format(own)} button[title^=Nothing]\")"
+    box = f"(({{ x, y }}) => [x + 5, y + 5])({button}.getBoundingClientRect())"
+
+    def is_held() -> bool:  # tiles of other sessions may come and go before
+        page.mouse("mouseMoved", page.eval(box))
+        return bool(page.eval(f"{button}.matches(':hover')"))
+
+    wait_for(is_held)
+    before = page.eval(box)
+    service.create(other)
+    service.ended(service.job(other, "true"))
+    page.see(other)
+    assert page.eval(box) == before
+    assert service.request("DELETE", f"/api/sessions/{other}").status == 200
+    page.wait(f"document.querySelector(\"{tile.format(other)}\").inert")
+    assert page.eval(box) == before
+    page.mouse("mouseMoved", [0, 0])
+    page.wait(f"!document.querySelector(\"{tile.format(other)}\")")
+
+
+def test_a_link_is_followed_while_the_answer_goes_on(page: Page, service: Service,
+                                                     name: str) -> None:
+    """A press on what stays is not lost when text comes after it."""
+    def event(**what: object) -> str:
+        return json.dumps({"type": "stream_event", "session_id": "s", "parent_tool_use_id": None,
+                           "event": what}) + "\n"
+
+    def delta(text: str) -> str:
+        return event(type="content_block_delta", delta={"type": "text_delta", "text": text})
+
+    begins = event(type="message_start", message={"id": "m"})
+    link = delta("See [this](http://192.0.2.1/).\n\n")
+    (service.engine.project / "first").write_text(begins + link)
+    (service.engine.project / "second").write_text(delta("And **more**."))
+    service.create(name, agent="claude", agentPromptCommand="cat first; "
+                   "until [ -e go ]; do sleep 0.1; done; cat second; : {prompt}")
+    open_screen(page, service, name, "agent")
+    page.eval("""document.addEventListener("click", (event) => {
+        event.preventDefault();
+        window.clicked = event.target.href;
+    })""")
+    submit(page, "say it")
+
+    def go_on() -> None:
+        (service.engine.project / "go").touch()
+        page.see("more", ".md strong")
+
+    page.click(".md a", amid=go_on)
+    page.wait("window.clicked === 'http://192.0.2.1/'")
 
 
 def test_a_phone(page: Page, service: Service, name: str) -> None:

@@ -237,6 +237,26 @@ def test_what_an_agent_has_written_is_seen_and_not_obeyed(page: Page, service: S
         assert not there.exists()
 
 
+def test_a_patch_that_comes_into_view_moves_nothing(page: Page, service: Service,
+                                                    session: str) -> None:
+    id = turn(service, session, f"for name in $(seq 30); do seq 3 >$name; done; seq {LINES} >long")
+    open_changes(page, service, session, id)
+    page.see("long", ".files")
+    page.eval("document.querySelectorAll('.file').forEach((button) => button.click())")
+    page.wait(f"document.querySelectorAll('.slice > div').length === 31 + 90 + {LINES}")
+    heights = page.eval("""(async () => {
+        const page = document.querySelector(".scroll"), heights = [page.scrollHeight];
+        for (const row of document.querySelectorAll(".files li")) {
+            row.scrollIntoView();
+            for (let frames = 0; frames < 4; frames++)
+                await new Promise(requestAnimationFrame);
+            heights.push(page.scrollHeight);
+        }
+        return heights;
+    })()""")
+    assert len(set(heights)) == 1, heights
+
+
 def test_a_long_patch_comes_in_slices(page: Page, service: Service, session: str) -> None:
     """Five thousand lines are all there soon; of a longer one there is a way to more."""
     long = "yes '{}' | head -c 3000000 >{}"

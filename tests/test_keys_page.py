@@ -15,7 +15,7 @@ from fuzz import NASTY, written
 from service import Service, wait_for
 from test_agents import START_SECONDS, image
 from test_broker import Ca, ca
-from test_browser import open_screen, show_decisions, submit, watched
+from test_browser import moved_by_what_is_late, open_screen, show_decisions, submit, watched
 from test_changes_page import CONTRAST
 from test_keys import REAL, Hidden
 
@@ -136,6 +136,13 @@ def test_keys_are_named_what_they_cost_is_shown_and_a_budget_holds(
     set_budget(page, Tokens="-1")
     page.see("is not such as", ".settings .problem")
     page.errors.clear()  # the 400 that was asked for
+
+
+def test_what_is_told_of_keys_late_moves_nothing(page: Page, service: Service,
+                                                 hidden: Hidden) -> None:
+    path, session = f"s/{hidden.name}/settings", f"/api/sessions/{hidden.name}"
+    for part in (f"{session}/usage", session):
+        assert moved_by_what_is_late(page, service, path, part, ".broker") == [], part
 
 
 def put_counts(hidden: Hidden, days: Any) -> None:

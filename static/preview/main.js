@@ -2,8 +2,9 @@
 // The modules of the main UI do the talking with the service; they lie beside this one, under /ui/.
 
 const ui = import.meta.url.replace("/preview/", "/ui/").replace(/[^/]*$/, "");
-const [{ api, link }, { $, drawn, h, putAt, say, toast }, { ago, changesAddress, changesText, lasted, tailOf,
-  usageText, working }, { agentName, refresh, startPolling, store }, { AgentStream }, { plain }, { setTitle, startNews }] =
+const [{ api, link }, { $, drawn, h, pointed, putAt, say, toast },
+  { ago, changesAddress, changesText, lasted, tailOf, usageText, working },
+  { agentName, refresh, startPolling, store }, { AgentStream }, { plain }, { setTitle, startNews }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js", "news.js"]
     .map((name) => import(ui + name)));
 
@@ -98,7 +99,8 @@ class Tile {
     this.start = h("button", { type: "button", onclick: () => this.act("start") }, "Start");
     this.setUp = h("p", { class: "set-up" }, "It cannot be prompted: it has no agent prompt command. ",
       h("a", { href: `/#/s/${encodeURIComponent(name)}/settings`, "aria-label": `Set one for ${name}` }, "Set one"));
-    this.form = h("form", {}, this.setUp, this.box, this.send, this.done, this.stop, this.start);
+    // Where Stop was there is the box when the turn has ended: a late press on it does nothing else.
+    this.form = h("form", {}, this.setUp, this.stop, this.box, this.send, this.done, this.start);
     this.element = h("article", { class: "tile", "aria-labelledby": id },
       h("header", {}, h("h2", { id }, h("a", { href: `/#/s/${encodeURIComponent(name)}/agent` }, name)), this.cut, this.state),
       this.about, this.asked, h("p", { class: "facts" }, this.changes, this.used), this.tail,
@@ -158,7 +160,7 @@ class Tile {
     }
   }
 
-  update(row) {
+  update(row, held) {
     const state = stateOf(row);
     const { last } = row;
     const running = row.state === "running";
@@ -191,7 +193,7 @@ class Tile {
     this.stop.hidden = last?.state !== "running";
     this.done.hidden = !NEEDY.includes(state);
     this.start.hidden = running;
-    this.element.hidden = Boolean(shown) && shown !== state;
+    if (!held) this.element.hidden = Boolean(shown) && shown !== state;
     return state;
   }
 
@@ -226,7 +228,8 @@ function put(element, text) {
 
 let before = new Map();
 
-function draw() {
+/** Draw what there is; where that was not asked for on this page, no tile moves under the mouse. */
+function draw(event) {
   const { sessions, error } = store;
   if (!sessions) {
     root.replaceChildren(h("p", { class: "empty" }, error ? error.message : "Loading…"));
@@ -234,8 +237,11 @@ function draw() {
   }
   if (!busyGrid.isConnected) root.replaceChildren(busyGrid, rest);
   $(".empty", busyGrid)?.remove();
-  for (const name of [...tiles.keys()].filter((name) => !sessions.some((row) => row.name === name))) {
-    tiles.get(name).element.remove();
+  const held = Boolean(event) && pointed(root);
+  for (const [name, { element }] of tiles) {
+    element.inert = !sessions.some((row) => row.name === name);
+    if (!element.inert || held) continue;
+    element.remove();
     tiles.delete(name);
   }
   const states = new Map();
@@ -244,13 +250,17 @@ function draw() {
     if (!tiles.has(row.name)) tiles.set(row.name, new Tile(row.name));
     const tile = tiles.get(row.name);
     const works = Boolean(row.last && row.state === "running");
-    tile.element.classList.toggle("compact", !works);
-    const focused = tile.element.contains(document.activeElement) && tile.element.parentNode; // it stays while one types there
-    const grid = focused || (works ? busyGrid : restGrid);
-    const index = placed.get(grid);
-    placed.set(grid, index + 1);
-    if (!focused) putAt(grid, index, tile.element);
-    states.set(row.name, drawn(() => tile.update(row), (why) => tile.undrawn(row, why)));
+    if (held) {
+      if (!tile.element.parentNode) restGrid.append(tile.element);
+    } else {
+      tile.element.classList.toggle("compact", !works);
+      const focused = tile.element.contains(document.activeElement) && tile.element.parentNode; // it stays while one types there
+      const grid = focused || (works ? busyGrid : restGrid);
+      const index = placed.get(grid);
+      placed.set(grid, index + 1);
+      if (!focused) putAt(grid, index, tile.element);
+    }
+    states.set(row.name, drawn(() => tile.update(row, held), (why) => tile.undrawn(row, why)));
   }
   rest.hidden = ![...restGrid.children].some((tile) => !tile.hidden);
   drawCounts([...states.values()]);

@@ -100,7 +100,7 @@ const VIEWS = {
         name.textContent = block.name;
         title.textContent = block.title;
         status.textContent = STATUS[block.status];
-        input.replaceChildren(...inputParts(block));
+        redraw(input, inputParts(block));
         result.hidden = block.status === "running" && !block.output;
         put(output, block.output || "(nothing)");
       },

@@ -1,7 +1,7 @@
 // The Network screen: what a session with an allowlist may reach, and what it tries to reach, as it happens.
 
 import { api } from "./api.js";
-import { busy, drawn, h, problem, putAt, redraw, say } from "./dom.js";
+import { busy, drawn, h, pointed, problem, putAt, redraw, say } from "./dom.js";
 import { ago, named } from "./format.js";
 import { icon } from "./icons.js";
 import { stoppedNotice } from "./jobs.js";
@@ -12,9 +12,6 @@ const DRAW_MILLISECONDS = 200;
 const ANNOUNCE_MILLISECONDS = 4000;
 const HIDDEN_MILLISECONDS = 20_000;
 const RETRY_MILLISECONDS = 5000;
-
-// Nothing moves under a pointer that is about to press, or under the keyboard.
-const HELD = matchMedia("(hover: hover)").matches ? "button:hover, :focus-visible" : ":focus-visible";
 
 const KINDS = {
   open: "This session's network is open: it reaches the internet, your local network, and what listens on this machine "
@@ -234,7 +231,7 @@ function decisionList(name, { change, live }) {
   function draw() {
     clearTimeout(drawing);
     drawing = undefined;
-    const held = list.querySelector(HELD);
+    const held = pointed(list) || list.querySelector(":focus-visible"); // nor under the keyboard
     [...rows.values()].reverse().forEach((row, index) => {
       drawn(() => row.draw(), (why) => row.undrawn(why));
       row.element.hidden = only.checked && row.verdict !== "deny";

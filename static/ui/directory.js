@@ -15,7 +15,7 @@ export function completeDirectories(input) {
   input.ariaAutoComplete = "list";
   input.ariaExpanded = "false";
   input.setAttribute("aria-controls", list.id);
-  input.after(list);
+  input.after(h("div", { class: "under" }, list)); // the form below does not move when it goes
 
   function show(names) {
     list.replaceChildren(...names.map((name, index) =>

@@ -15,11 +15,22 @@ export function h(tag, props, ...children) {
 
 export const $ = (selector, root = document) => root.querySelector(selector);
 
-/** Put children in place of others that look different; a click on those that stay is not lost. */
+/** Put children in place of those that look different; a click on the others is not lost. */
 export function redraw(element, ...children) {
-  const fresh = h("div", {}, children);
-  if (fresh.innerHTML !== element.innerHTML) element.replaceChildren(...fresh.childNodes);
+  const fresh = [...h("div", {}, children).childNodes];
+  while (element.childNodes.length > fresh.length) element.lastChild.remove();
+  fresh.forEach((child, index) => {
+    const shown = element.childNodes[index];
+    if (!shown) element.append(child);
+    else if (!shown.isEqualNode(child)) shown.replaceWith(child);
+  });
 }
+
+let hovers = false; // a finger that is gone leaves its :hover behind
+document.addEventListener("pointerover", ({ pointerType }) => (hovers = pointerType !== "touch"));
+
+/** Whether the mouse is about to press something in an element: nothing may move under it then. */
+export const pointed = (element) => hovers && Boolean($(":is(a, button):hover", element));
 
 /** Have a child at its index; one that is there already keeps the focus and a click amid it. */
 export function putAt(list, index, child) {

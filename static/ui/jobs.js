@@ -77,8 +77,9 @@ export class JobFoot {
     this.output = h("a", { class: "button quiet small", download: `${job.id}.txt`, hidden: true,
       href: api.outputAddress(job.session, job.id) }, icon("down"), "Whole output");
     this.changes = h("a", { class: "button quiet small", hidden: true });
-    this.element = h("footer", { class: "job-foot" }, this.chip, this.time, this.facts, this.why,
-      h("span", { class: "grow" }), this.changes, this.output, this.cancel, this.again);
+    // Where Stop was there is text when the job has ended: a late press on it runs nothing again.
+    this.element = h("footer", { class: "job-foot" }, this.cancel, this.chip, this.time, this.facts,
+      this.why, h("span", { class: "grow" }), this.changes, this.output, this.again);
     this.clock = setInterval(() => this.job.state === "running" && this.draw(), 1000);
     this.draw();
   }

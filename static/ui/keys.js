@@ -31,10 +31,11 @@ export function budgetOf({ budget = {}, left = {} }) {
   return limited.length > 0 && h("ul", { class: "budget" }, limited.map(line));
 }
 
-/** The names of a session's hidden keys, the state of their broker, and the budget to raise. */
+/** The names of a session's hidden keys, the state of their broker, and the budget to raise: all of
+ * it once `look()` resolves, so that nothing below it moves. */
 export function keysSection(name) {
   const usage = `#/s/${encodeURIComponent(name)}/usage`;
-  const facts = h("div", {}, h("p", { class: "hint" }, "Loading…"));
+  const facts = h("div", {});
   const left = h("div", { role: "status" });
   const errors = h("div", {});
   const own = { oninput: (event) => event.stopPropagation() }; // it has a button of its own
@@ -75,8 +76,9 @@ export function keysSection(name) {
     }
   }
 
-  api.usage(name).then(draw).catch((error) => facts.replaceChildren(problem(error)));
-  return [
+  const look = () => api.usage(name).then(draw)
+    .catch((error) => facts.replaceChildren(problem(error)));
+  const elements = [
     h("fieldset", {}, h("legend", {}, "Hidden keys"),
       h("p", { class: "hint" }, "What runs in the session sees placeholders for the values of "
         + "these variables."), facts),
@@ -87,4 +89,5 @@ export function keysSection(name) {
       h("div", { class: "row" }, set, h("p", { class: "hint grow" },
         "In force with the next request, and kept. ", h("a", { href: usage }, "What was used")))),
   ];
+  return { elements, look };
 }

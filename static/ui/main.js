@@ -15,8 +15,9 @@ const SCREENS = {
   command: ["Command", () => import("./command.js")],
   terminal: ["Terminal", () => import("./terminal.js")],
   network: ["Network", () => import("./decisions.js")],
-  usage: ["Usage", () => import("./usage.js")], // where keys are hidden
   settings: ["Settings", () => import("./settings.js")],
+  // Where keys are hidden. It comes late, and moves no other.
+  usage: ["Usage", () => import("./usage.js")],
 };
 
 const main = $("#main");
@@ -43,16 +44,17 @@ export const addressOf = (name, screen = "agent") => `#/s/${encodeURIComponent(n
 
 const PAGES = { // beside those of a session
   "": ["sandbox", () => showHome()],
-  new: ["New session — sandbox", () => (leave = mountForm(main, {
+  new: ["New session — sandbox", () => showWith(agentsKnown(), () => mountForm(main, { // it has a choice for each
     created: (made) => (location.hash = addressOf(made.name)) }))],
-  usage: ["Usage — sandbox", () => showUsage()],
+  usage: ["Usage — sandbox", () => showWith(import("./usage.js"), ({ mountAll }) => mountAll(main))],
 };
 
-async function showUsage() {
+/** Mount a page when what it needs is there, unless another one is shown by then. */
+async function showWith(needed, mount) {
   let gone = false;
   leave = () => (gone = true);
-  const { mountAll } = await import("./usage.js");
-  if (!gone) leave = mountAll(main);
+  const found = await needed;
+  if (!gone) leave = mount(found);
 }
 
 async function show() {
@@ -162,6 +164,7 @@ function usedBy(name) {
 function drawHead(name, session, view) {
   const state = session?.state ?? store.find(name)?.state ?? "";
   const running = state === "running";
+  const { keys } = session ?? store.find(name) ?? {};
   view.network = store.find(name)?.network;
   view.used = usedBy(name);
   const facts = session ? [
@@ -175,7 +178,7 @@ function drawHead(name, session, view) {
     view.used && [h("a", { href: addressOf(name, "usage") }, view.used), " · "],
     facts.join(" · "), portLinks(session?.ports));
   Object.keys(SCREENS).forEach((key, index) =>
-    (frame.tabs.children[index].hidden = key === "usage" && session?.keys !== "hidden"));
+    (frame.tabs.children[index].hidden = key === "usage" && keys !== "hidden"));
   frame.stop.hidden = !session || !running;
   frame.start.hidden = !session || running;
   frame.remove.hidden = !session;

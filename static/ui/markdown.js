@@ -1,5 +1,7 @@
 // Markdown into elements. The libraries come with the first text; without them it is shown as it is.
 
+import { redraw } from "./dom.js";
+
 const MARKDOWN_CHARS = 200_000; // what is longer is shown as it is
 
 let ready; // a promise of the renderer
@@ -85,7 +87,8 @@ export function render(element, text) {
     element.rendering = false;
     const formatted = element.source.length <= MARKDOWN_CHARS && attempt(markdown, element.source);
     element.classList.toggle("plain", !formatted);
-    element.replaceChildren(formatted || element.source);
-    for (const pre of element.querySelectorAll("pre, table")) pre.tabIndex = 0; // scrolled by keyboard
+    const scrolled = formatted ? formatted.querySelectorAll("pre, table") : [];
+    for (const part of scrolled) part.tabIndex = 0; // by keyboard
+    redraw(element, formatted ? [...formatted.childNodes] : element.source);
   });
 }

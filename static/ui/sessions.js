@@ -2,7 +2,7 @@
 
 import { api } from "./api.js";
 import { completeDirectories } from "./directory.js";
-import { $, drawn, h, problem, putAt, toast } from "./dom.js";
+import { $, drawn, h, problem, putAt, redraw, toast } from "./dom.js";
 import { ago, count, outcome, tailOf, working } from "./format.js";
 import { icon } from "./icons.js";
 import { networkChoice } from "./network.js";
@@ -44,7 +44,7 @@ export function mountList(root, { place }) {
   const cards = new Map();
   function draw() {
     const { sessions, error } = store;
-    note.replaceChildren(...(error && error.code !== "offline" ? [problem(error)] : []));
+    redraw(note, error && error.code !== "offline" && problem(error));
     if (!sessions) return;
     filter.hidden = sessions.length < FILTER_FROM;
     const wanted = filter.hidden ? "" : filter.value.trim().toLowerCase();

@@ -55,7 +55,12 @@ export function mount(root, context) {
   const scroll = h("div", { class: "scroll" }, h("p", { class: "dim pad" }, "Loading…"));
   root.append(scroll);
   let gone = false;
-  api.settings(name).then((data) => gone || draw(data, drafts.get(name))).catch((error) => gone || scroll.replaceChildren(problem(error)));
+  const keys = context.session.keys === "hidden" ? keysSection(name) : null;
+  const load = async () => {
+    const [data] = await Promise.all([api.settings(name), keys?.look()]);
+    if (!gone) draw(data, drafts.get(name));
+  };
+  load().catch((error) => gone || scroll.replaceChildren(problem(error)));
 
   function draw({ settings: saved, configured, recreate }, draft) {
     const settings = { ...saved, ...draft };
@@ -85,7 +90,7 @@ export function mount(root, context) {
       h("fieldset", {}, h("legend", {}, "Environment"),
         h("p", { class: "hint" }, "In force at the next command, prompt or terminal. Added to what is configured; kept on this machine only."),
         env.element),
-      context.session.keys === "hidden" ? keysSection(name) : null,
+      keys?.elements,
       h("fieldset", {}, h("legend", {}, "Network"),
         h("p", { class: "hint" }, "The hosts of a list are in force at once. Another kind of network needs a new container: "
           + "when it is saved, this page says so and can make it."),
@@ -104,6 +109,7 @@ export function mount(root, context) {
       try {
         const answer = await api.saveSettings(name, read());
         drafts.delete(name);
+        await keys?.look();
         if (gone) return;
         draw(answer);
         toast("Settings saved");
@@ -149,7 +155,7 @@ export function mount(root, context) {
         await api.act(name, "recreate");
         toast(`${name} was created again`);
         await context.reload();
-        draw(await api.settings(name), drafts.get(name));
+        await load();
       }) }, icon("again"), "Create again"));
   }
 
