@@ -1081,6 +1081,8 @@ def outside(service: Service, name: str) -> Iterator[str]:
                         "http.server",
                         "--bind", host, port)
     assert server.returncode == 0, server.stderr
+    there = ["exec", server.stdout.strip(), "wget", "-qO-", f"http://{OUTSIDE}/etc/passwd"]
+    wait_for(lambda: engine.run(*there).returncode == 0)
     yield proxy
     engine.remove({server.stdout.strip()})
     service.request("DELETE", f"/api/sessions/{name}")
