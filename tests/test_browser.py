@@ -1613,7 +1613,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"hello")
-http.server.HTTPServer(("", 8000), Handler).serve_forever()
+server = http.server.HTTPServer(("", 8000), Handler)
+print("listening", flush=True)
+server.serve_forever()
 """
 
 
@@ -1637,6 +1639,7 @@ def test_what_a_session_publishes_does_not_get_the_login(
     link = page.eval("document.querySelector('.session-head a.port').href")
     assert link == f"http://{other}:{port}/"
     events = service.events(job)
+    next(text for kind, text, _ in events if kind == "stdout" and "listening" in text)
     typed = f"http://{host}:{port}/"
     for url, path, cookie in ((link, "link", "None"), (typed, "typed", f"sandbox_{service.port}=")):
         page.goto(url + path)
