@@ -153,8 +153,11 @@ def put_counts(hidden: Hidden, days: Any) -> None:
     assert put.returncode == 0, put.stderr
 
 
+NOW = time.time()  # a midnight may come between what is written and what is asked for
+
+
 def day(ago: int) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(time.time() - 86_400 * ago))
+    return time.strftime("%Y-%m-%d", time.gmtime(NOW - 86_400 * ago))
 
 
 DAYS: dict[str, Any] = {day(ago): {"seconds": 60.0, "models": {
