@@ -965,6 +965,7 @@ def test_a_stale_or_reused_pid_is_never_signalled(engine: Engine, home: Path) ->
     assert engine.sandbox("serve", address, "-d").returncode == 0
     lock = home / "web" / f"{address.replace(':', '_')}.lock"
     os.kill(json.loads(lock.read_text())["pid"], signal.SIGKILL)
+    wait_for(lambda: not sandbox_web.is_locked(str(lock)))  # as long as it dies, it is there
     with subprocess.Popen(["sleep", "1000"]) as innocent:
         lock.write_text(json.dumps({"pid": innocent.pid, "background": True}))
         wait_for(lambda: "there is no server" in engine.sandbox("serve", address, "--stop").stderr)
