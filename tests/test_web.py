@@ -359,11 +359,17 @@ def test_a_foreign_origin_changes_nothing(service: Service, headers: dict[str, s
 
 def test_logins_are_throttled(engine: Engine) -> None:
     service = Service(engine)
-    statuses = [service.log_in("wrong").status for _ in range(8)]
-    assert statuses[:5] == [401] * 5 and 429 in statuses[5:]
-    reply = wait_for(lambda: (reply := service.log_in("wrong")).status == 429 and reply)
-    assert int(reply.headers["Retry-After"]) >= 1
-    assert service.log_in().status == 429  # the right one has to wait, too
+    for _ in range(20):
+        began = time.monotonic()
+        replies = [service.log_in("wrong") for _ in range(8)]
+        right = service.log_in()
+        assert [reply.status for reply in replies[:5]] == [401] * 5
+        if time.monotonic() - began < 1:  # or the first wait may be over, which is so long
+            break
+        wait_for(lambda: service.log_in().status == 200)  # all begins anew
+    assert [reply.status for reply in replies[5:]] == [429] * 3
+    assert int(replies[-1].headers["Retry-After"]) >= 1
+    assert right.status == 429  # the right one has to wait, too
     assert service.get("/api/profiles").status == 200  # who is in stays in
     wait_for(lambda: service.log_in().status == 200)
     service.end()
