@@ -353,9 +353,8 @@ def test_a_killed_server_loses_no_terminal(service: Service, name: str) -> None:
 def test_the_last_mebibyte_outlives_the_server(service: Service, name: str) -> None:
     service.create(name)
     with service.terminal(name) as screen:
-        run(screen, "printf '\\033[?2004h'; seq 1 400000; echo do''ne")
-        screen.expect("done\r\n")
-        screen.quiet()
+        run(screen, "printf '\\033[?2004h'; seq 1 400000; echo do''ne; exec sleep 1000")
+        screen.expect("done\r\n")  # after which nothing comes
         end, last = screen.seq, bytes(screen.output[-1_000_000:])
         service.restart_after_kill()
     with service.terminal(name, f"id={screen.hello['id']}&from=0") as screen:
