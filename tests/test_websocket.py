@@ -692,8 +692,10 @@ def test_a_logout_ends_a_terminal_that_takes_nothing(service: Service, name: str
 def test_expiry_and_a_new_password_end_what_is_open(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "echo ready; sleep 1000")
+    with service.terminal(name) as screen:  # to begin one takes long
+        look = f"id={screen.hello['id']}"
     service.cookie = service.signed_cookie(8)  # in which all below is opened
-    with service.terminal(name) as screen:
+    with service.terminal(name, look) as screen:
         stream = service.events(job)
         next(event for event in stream if event[1] == "ready\n")
         until_closed(screen)
