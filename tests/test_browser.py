@@ -250,7 +250,8 @@ def test_a_session_from_the_form_to_its_removal(page: Page, service: Service, na
 def test_who_uses_a_session_is_named_before_it_is_removed(service: Service, name: str) -> None:
     service.create(name)
     job = service.job(name, "echo going; sleep 87654")
-    wait_for(lambda: service.get(f"/api/sessions/{name}/users").json["users"])
+    users = f"/api/sessions/{name}/users"
+    wait_for(lambda: service.get(users).json["users"] == ["sleep 87654"])  # no longer its shell
     with chromium() as browser:
         page = browser.page()
         log_in(page, service)
@@ -975,7 +976,8 @@ def test_a_network_is_chosen_and_the_container_created_again(page: Page, service
     service.create(name)
     service.ended(service.job(name, "touch /tmp/mark; echo kept >~/file; echo before"))
     service.job(name, "sleep 87653")
-    wait_for(lambda: service.get(f"/api/sessions/{name}/users").json["users"])
+    users = f"/api/sessions/{name}/users"
+    wait_for(lambda: service.get(users).json["users"] == ["sleep 87653"])  # no longer its shell
     open_screen(page, service, name, "settings")
     choices = "[...document.querySelectorAll('.choices input')].map((e) => e.value).join()"
     assert page.eval(choices) == ",open,none,list"
