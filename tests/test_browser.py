@@ -1236,7 +1236,7 @@ def test_a_cut_network_is_seen_everywhere_and_comes_back(outside: str, page: Pag
     page.see("network cut", ".sessions [aria-current]")
     page.see(OUTSIDE, ".decision")
     page.goto(f"http://{service.address}/preview")
-    page.click(".tile .cut")
+    page.click(f".tile:has([href*='{name}']) .cut")
     page.wait(f"location.hash === '#/s/{name}/network'")
     page.click(".callout button")
     page.wait(

@@ -192,8 +192,9 @@ def test_a_row_more_is_an_agent_of_the_pages(service_of_five: Service, name: str
         page.wait("document.querySelector('.composer textarea').placeholder === 'Ask New Agent'")
         page.see("New Agent", ".session-head")
         page.goto(f"http://{service.address}/preview")
-        page.see("New Agent", ".tile .about")
-        page.see("heard say it's five", ".tile .tail")
+        tile = f".tile:has([href*='{name}'])"  # of those of all sessions
+        page.see("New Agent", f"{tile} .about")
+        page.see("heard say it's five", f"{tile} .tail")
         assert page.errors == []
         page.close()
 
