@@ -59,6 +59,16 @@ AIM = """(async () => {
     return null;
 })()"""
 
+# What a page's short messages have said: they go by themselves, whoever looks.
+TOASTED = """document.addEventListener("DOMContentLoaded", () => {
+    window.toasted = [];
+    const box = document.querySelector("#toasts");
+    if (box) new MutationObserver((records) => {
+        for (const { addedNodes } of records)
+            for (const toast of addedNodes) toasted.push(toast.textContent);
+    }).observe(box, { childList: true });
+});"""
+
 
 class Page:
     """One tab: what it has asked for and complained about, and hands for it."""
@@ -76,6 +86,7 @@ class Page:
         self.dialog_answer = True
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=TOASTED)
 
     def close(self) -> None:
         self.call("Target.closeTarget", targetId=self.target)  # Page.close fails amid a navigation
@@ -143,6 +154,10 @@ class Page:
         self.wait(
             f"document.querySelector({json.dumps(within)})?.innerText.includes({json.dumps(text)})",
             seconds)
+
+    def told(self, text: str) -> None:
+        """Wait until a short message has said a text since the page was opened."""
+        self.wait(f"toasted.some((told) => told.includes({json.dumps(text)}))")
 
     def text(self) -> str:
         """What can be read; nothing on a page that is being left or has no body yet."""

@@ -706,10 +706,10 @@ def test_a_bell_and_a_programs_notification_reach_the_desktop(page: Page, browse
     service.create(name)
     open_terminal(page, service, name)
     page.click("[aria-label^='Notify me']")  # a headless browser says no by itself
-    page.see("The browser does not allow notifications", "#toasts")
+    page.told("The browser does not allow notifications")
     permit(page, service, "notifications")
     page.click("[aria-label^='Notify me']")
-    page.see("You will be notified", "#toasts")
+    page.told("You will be notified")
     assert not page.eval("document.querySelector('[aria-label^=\"Notify me\"]').checkVisibility()")
     page.eval("""{
         const Shown = Notification;
@@ -792,9 +792,8 @@ def test_what_a_program_rings_names_and_asks_without_end_is_taken_together(
         flood(what)
         page.click(".term-tab:nth-child(2)")
         service.job(name, f"touch /tmp/{what}")
-        page.wait("document.querySelector('#toasts').textContent")
-        if what == "notes":
-            page.see(f"{name}: title 100", "#toasts")  # the last one
+        last = {"bells": "The terminal rang its bell", "notes": "title 100"}[what]
+        page.told(f"{name}: {last}")
         page.click(".term-tab")  # which is drawn all the time
         see_in_terminal(page, f"end of {what}")
     assert not page.eval("counts.notifications")
@@ -822,7 +821,7 @@ def test_the_clipboard_of_a_terminal(page: Page, service: Service, name: str) ->
     permit(page, service, "clipboardReadWrite", "clipboardSanitizedWrite")
     open_terminal(page, service, name)
     page.click("[aria-label^='Copy the selection']")
-    page.see("Nothing is selected", "#toasts")
+    page.told("Nothing is selected")
     enter(page, "clear; PS1='> '; echo lone${x}word")
     see_in_terminal(page, "loneword")
     for how in ("button", "keys"):
@@ -864,14 +863,14 @@ def test_settings_are_in_force_at_the_next_command(page: Page, service: Service,
     page.errors.clear()  # the 400 that was asked for
     page.fill("textarea[placeholder*='{prompt}']", "echo $GREETING {prompt}")
     page.click(".settings button[type=submit]")
-    page.see("Settings saved", "#toasts")
+    page.told("Settings saved")
     open_screen(page, service, name, "agent")
     submit(page, "it's \"$HOME\"; `x`")
     page.see("hello 'there' it's \"$HOME\"; `x`", ".raw")
     open_screen(page, service, name, "settings")
     page.click("input[value=none]")
     page.click(".settings button[type=submit]")
-    page.see("Settings saved", "#toasts")
+    page.told("Settings saved")
 
 
 def test_a_session_is_renamed_and_duplicated(page: Page, service: Service, name: str) -> None:
@@ -1041,7 +1040,7 @@ def test_what_a_changed_network_has_cut_is_sent_again(page: Page, service: Servi
         };
     })()""")
     page.click(".settings button[type=submit]")
-    page.see("Settings saved")
+    page.told("Settings saved")
     settings = service.get(f"/api/sessions/{name}/settings").json["settings"]
     assert settings["autostart"] == "echo later"
 

@@ -91,7 +91,7 @@ def test_keys_are_named_what_they_cost_is_shown_and_a_budget_holds(
     page.see("There is no budget", ".settings")
     page.fill(".env-row:nth-child(2) textarea", "2")
     page.click(".settings button[type=submit]")
-    page.see("Settings saved", "#toasts")
+    page.told("Settings saved")
     stored = json.loads((hidden.home / "sessions" / f"{name}.json").read_text())
     assert stored["env"] == {"GROQ_API_KEY": IN_SETTINGS, "PLAIN": "2"}
 

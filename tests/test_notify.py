@@ -398,10 +398,10 @@ def test_a_page_that_nobody_looks_at_says_what_has_happened(
     service.create(name, agentPromptCommand="echo working; echo {prompt}; test {prompt} != fail")
     open_screen(page, service, name, "agent")
     page.click("[aria-label^='Notify me']")  # asked for by a person; headless it says no
-    page.see("The browser does not allow notifications", "#toasts")
+    page.told("The browser does not allow notifications")
     permit(page, service, "notifications")
     page.click("[aria-label^='Notify me']")
-    page.see("You will be notified", "#toasts")
+    page.told("You will be notified")
     assert not page.eval("document.querySelector('[aria-label^=\"Notify me\"]').checkVisibility()")
     watch_desktop(page)
     title = f"{name} · Agent — sandbox"
