@@ -1373,7 +1373,13 @@ LATE = """{
             return real(url, options);
         }
         pending++;
-        return real(url, options).finally(() => pending--);
+        try {
+            const answer = await real(url, options);
+            if (answer.headers.get("Content-Type") !== "application/json") return answer;
+            return new Response(await answer.text(), answer); // all of it is there
+        } finally {
+            pending--;
+        }
     };
     const frame = () => new Promise(requestAnimationFrame);
     const controls = () => [...document.querySelectorAll("main :is(a, button, input, textarea)")]
@@ -1383,8 +1389,10 @@ LATE = """{
         return `${Math.round(x)},${Math.round(y)}`;
     };
     window.look = async () => {
-        await frame();
-        await frame();
+        do {
+            await frame();
+            await frame();
+        } while (pending); // an answer may lead to another question
         return (window.places = controls().map((e) => [e, place(e)])).length;
     };
     window.moved = async () => {
