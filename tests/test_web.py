@@ -25,6 +25,7 @@ from conftest import ROOT, USER, Engine, write_config
 from service import PASSWORD, Service, free_port, wait_for
 from test_agents import IMAGE as REAL_IMAGE
 from test_engines import SilentEngine, impatient
+from test_websocket import children
 
 import sandbox
 import sandbox_web
@@ -1212,6 +1213,12 @@ def locked_store(engine: Engine, name: str) -> Iterator[None]:
         yield
 
 
+def connections(service: Service) -> int:
+    """How many connections to a service there are."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum((row[1], row[3]) == (f"0100007F:{service.port:04X}", "01") for row in rows)
+
+
 def test_one_undo_at_a_time_and_a_slow_one_holds_nobody_up(engine: Engine, home: Path,
                                                             project: Path, name: str) -> None:
     write_config(home, imageName=REAL_IMAGE.partition(":")[0], checkpoint=True)
@@ -1229,6 +1236,9 @@ def test_one_undo_at_a_time_and_a_slow_one_holds_nobody_up(engine: Engine, home:
             assert service.get("/api/sessions").status == 200
             assert service.get(f"/api/sessions/{name}/jobs").status == 200
             assert not any(answer.done() for answer in slow)
+            # One of the five reads, beside the undo, and the others have asked and wait for it.
+            wait_for(lambda: connections(service) == 6 and service.is_idle()
+                     and len(children(service)) == 2)
         (first,) = [answer.result() for answer in tries if answer not in refused]
         assert first.status == 200 and not (project / "a").exists()
         assert len({answer.result().body for answer in slow}) == 1  # one has read for all
