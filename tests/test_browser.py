@@ -1428,6 +1428,25 @@ def test_what_comes_late_moves_nothing(page: Page, service: Service, name: str) 
         assert moved_by_what_is_late(page, service, path, part, there) == [], path
 
 
+@pytest.mark.parametrize("screen, row, asked", [("command", ".job", ".line"),
+                                                ("agent", ".turn", ".ask")])
+def test_what_is_asked_before_the_list_has_come_is_shown_once(
+    page: Page, service: Service, name: str, screen: str, row: str, asked: str
+) -> None:
+    service.create(name, agentPromptCommand="{prompt}")
+    what = {"command": "command", "agent": "prompt"}[screen]
+    service.ended(service.post(f"/api/sessions/{name}/{what}", {what: "true"}).json)
+    page.call("Page.addScriptToEvaluateOnNewDocument",
+              source=LATE.replace("PART", json.dumps("/jobs?")))
+    open_screen(page, service, name, screen)
+    submit(page, "false")
+    page.see("exit 1", f"{row} .job-foot")
+    page.eval("release()")
+    page.wait(f"document.querySelector('{row} {asked}').innerText.endsWith('true')")
+    shown = page.eval(f"[...document.querySelectorAll('{row} {asked}')].map((e) => e.innerText)")
+    assert [text.removeprefix("$ ") for text in shown] == ["true", "false"]
+
+
 def test_a_press_that_comes_late_on_stop_starts_nothing(page: Page, service: Service,
                                                         name: str) -> None:
     """Where it was there is no other button once the job has ended."""

@@ -242,6 +242,7 @@ export function mount(root, context) {
   const past = [];
   const blank = h("div", { class: "blank" });
 
+  const isNew = ({ id }) => !turns.some(({ job }) => job.id === id); // the list may come late
   const add = (job, fresh, first) => {
     const turn = new Turn(job, context, ask);
     if (first) log.prepend(turn.element);
@@ -255,7 +256,7 @@ export function mount(root, context) {
     past.unshift(prompt);
     blank.remove();
     sticky.toEnd();
-    add(job, true).element.scrollIntoView({ block: "nearest" });
+    if (isNew(job)) add(job, true).element.scrollIntoView({ block: "nearest" });
     update();
     refresh();
   }
@@ -281,16 +282,16 @@ export function mount(root, context) {
   if (matchMedia("(pointer: fine)").matches) box.area.focus();
 
   api.jobs(name, 200).then((jobs) => {
-    const prompts = jobs.filter((job) => job.kind === "prompt");
+    const prompts = jobs.filter((job) => job.kind === "prompt" && isNew(job));
     past.push(...prompts.map((job) => job.prompt));
-    for (const job of prompts.slice(0, SHOWN_TURNS).reverse()) add(job, job.state === "running");
+    for (const job of prompts.slice(0, SHOWN_TURNS)) add(job, job.state === "running", true);
     const rest = prompts.slice(SHOWN_TURNS);
     earlier.hidden = !rest.length;
     earlier.addEventListener("click", () => {
       for (const job of rest.splice(0, SHOWN_TURNS)) add(job, false, true);
       earlier.hidden = !rest.length;
     });
-    if (!prompts.length) {
+    if (!turns.length) {
       blank.append(h("h2", {}, `What should ${who} do?`),
         h("p", { class: "dim" }, `It works in ${context.session.workdir}. Later prompts go on with the same conversation, `
           + "and it goes on when you close this page."));

@@ -74,10 +74,12 @@ export function mount(root, context) {
   const remember = (command) => {
     if (past[0] !== command) past.unshift(command);
   };
-  const add = (job, fresh) => {
+  const isNew = ({ id }) => !entries.some(({ job }) => job.id === id); // the list may come late
+  const add = (job, fresh, first) => {
     const entry = new Entry(job, context, run);
     entries.push(entry);
-    log.append(entry.element);
+    if (first) log.prepend(entry.element);
+    else log.append(entry.element);
     return entry.load(fresh);
   };
   async function run(command) {
@@ -85,7 +87,7 @@ export function mount(root, context) {
     remember(command);
     $empty.remove();
     sticky.toEnd();
-    add(job, true).then(refresh);
+    if (isNew(job)) add(job, true).then(refresh);
     refresh();
   }
   const box = composer({ key: `command ${name}`, label: "Command", placeholder: "Type a command", action: "Run", mono: true, send: run,
@@ -103,12 +105,12 @@ export function mount(root, context) {
   if (matchMedia("(pointer: fine)").matches) box.area.focus();
 
   api.jobs(name, 200).then((jobs) => {
-    const shown = jobs.filter((job) => job.kind !== "prompt").slice(0, SHOWN_JOBS).reverse();
-    if (!shown.length) log.append($empty);
-    for (const job of shown) {
-      if (job.kind === "command") remember(job.command);
-      add(job, job.state === "running");
-    }
+    const shown = jobs.filter((job) => job.kind !== "prompt" && isNew(job)).slice(0, SHOWN_JOBS);
+    if (!shown.length && !entries.length) log.append($empty);
+    for (const job of shown) add(job, job.state === "running", true);
+    const later = past.splice(0);
+    for (const job of shown.reverse()) if (job.kind === "command") remember(job.command);
+    later.reverse().forEach(remember);
     sticky.toEnd();
   }).catch((error) => notice.append(problem(error)));
 
