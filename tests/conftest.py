@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import pytest
 
@@ -127,8 +127,7 @@ class Terminal:
         deadline = time.monotonic() + timeout
         while (at := self.output.find(text, self._seen)) < 0:
             if not self._read(deadline):
-                pytest.fail(
-                    f"{text!r} did not come; the output since the last match is:\n{self.unread()}")
+                self.fail(f"{text!r} did not come")
         start, self._seen = self._seen, at + len(text)
         return self.output[start : self._seen]
 
@@ -141,14 +140,18 @@ class Terminal:
     def unread(self) -> str:
         return self.output[self._seen :]
 
+    def fail(self, why: str) -> NoReturn:
+        """Fail with what tells a hang from a mistake: who of its session runs, and what he does."""
+        argv = ["ps", "--forest", "-o", "pid,stat,etimes,wchan:20,args", "-s"]
+        runs = subprocess.run([*argv, str(self.process.pid)], capture_output=True, text=True).stdout
+        pytest.fail(f"{why}; the output since the last match is:\n{self.unread()}\n{runs}")
+
     def wait(self, timeout: float = HANG_SECONDS) -> int:
         """Read until the process has ended; return its status, negative for a signal."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
             if time.monotonic() > deadline:
-                pytest.fail(
-                    f"still running after {timeout} s; "
-                    f"the output since the last match is:\n{self.unread()}")
+                self.fail(f"still running after {timeout} s")
             self._read(time.monotonic() + 0.05)
         while self._read(time.monotonic()):
             pass
