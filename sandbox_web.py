@@ -103,6 +103,7 @@ SHOWN_DECISIONS = 500
 LOST_SECONDS = 60  # for which ports that could not be brought here are left alone
 LIST_SECONDS = 0.5  # how long a list of sessions may be given again
 LOG_SECONDS = 10  # how long that of a session's turns, which a run of the command line adds to
+KEPT_SECONDS, KEY_CHARS = 60, 64  # of an answer, for who asks again with the same key
 POLL_SECONDS = 0.015  # how often a followed job's file is looked at
 HEARTBEAT_SECONDS = 15
 KEPT_JOBS = 200
@@ -226,7 +227,8 @@ def open_log(path: str) -> None:
 
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 ONCE = ("host", "content-length", "content-type", "origin", "authorization", "expect", "upgrade",
-        "range", "sec-websocket-key", "sec-websocket-version", "sec-fetch-site", "last-event-id")
+        "range", "sec-websocket-key", "sec-websocket-version", "sec-fetch-site", "last-event-id",
+        "idempotency-key")
 
 
 class Request:
@@ -659,7 +661,7 @@ class App(ThreadingHTTPServer):
         self.gateway = Gateway(config.get("serverUser"), self.password, f"{state}.json", address,
                                tls is not None, config.all("allowedHosts"))
         self.sessions, self.terminals = Sessions(), Terminals(f"{state}.terminals")
-        self.news, self.changes = News(), Changes()
+        self.news, self.changes, self.repeats = News(), Changes(), Repeats()
         # What all sessions have used, and when that was read.
         self.usage: tuple[float, list[dict[str, Any]]] = (-math.inf, [])
         self.stopped_usage = -math.inf  # when the sessions of hosts that are stopped were asked
@@ -729,6 +731,38 @@ class App(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):
             log(traceback.format_exc().rstrip())
+
+
+class Repeats:
+    """The answers to requests that a client may send again, with the same Idempotency-Key, when it
+    has lost the answer: what was asked is done once. See draft-ietf-httpapi-idempotency-key-header.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kept = dict[tuple[str, ...], Kept]()
+
+    def answer(self, key: tuple[str, ...], call: Callable[[], Reply]) -> Reply:
+        """The answer to a request: that of the call, or of the one before, which may still run."""
+        with self.lock:
+            now = time.monotonic()
+            for old in [old for old, kept in self.kept.items() if kept.until < now]:
+                del self.kept[old]
+            kept = self.kept.setdefault(key, Kept())
+        with kept.lock:
+            if kept.answer is None:
+                try:
+                    kept.answer = call()
+                except Exception as error:
+                    kept.answer = error_answer(as_web_error(error))
+                kept.until = time.monotonic() + KEPT_SECONDS
+            return kept.answer
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.lock, self.until = threading.Lock(), math.inf
+        self.answer: Reply | None = None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -827,7 +861,13 @@ class Handler(BaseHTTPRequestHandler):
         request.body = self.read_body(request)
         if request.path not in ANONYMOUS and not self.server.gateway.is_live(request.login):
             return anonymous_answer(request.path)  # the login ended while the body came
-        return function(self.server, request, params)
+        key = request.headers.get("idempotency-key")
+        if not (key and request.login) or request.method not in ("POST", "DELETE"):
+            return function(self.server, request, params)
+        if len(key) > KEY_CHARS:
+            raise WebError("bad_request", f"Idempotency-Key: it is longer than {KEY_CHARS}")
+        whole = request.login, request.method, request.path, key
+        return self.server.repeats.answer(whole, lambda: function(self.server, request, params))
 
     def fill(self, deadline: float, late: str = "") -> None:
         """Read once. Raises Gone, and after the deadline Malformed where `late` says why."""

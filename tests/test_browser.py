@@ -285,6 +285,37 @@ def test_command_mode(page: Page, service: Service, name: str) -> None:
     page.see("exit 3", ".job:nth-child(3) .job-foot")
 
 
+LOSING = """
+    window.real = fetch;
+    window.lost = {};
+    window.fetch = async (address, options) => {
+        if (options?.method !== "POST") return window.real(address, options);
+        const before = window.lost[address] ?? 0;
+        window.lost[address] = before + 1;
+        if (before > 1) return window.real(address, options);
+        if (before < 1) await window.real(address, options);
+        throw new TypeError("Failed to fetch");
+    };
+"""
+
+
+def test_what_is_lost_on_its_way_is_done_once(browser: Browser, service: Service,
+                                              name: str) -> None:
+    """The first time the answer is lost, the second time what was asked."""
+    service.create(name)
+    page = browser.page()
+    page.goto(f"http://{service.address}/auth/login")
+    page.eval(LOSING)
+    fill_login(page)
+    open_screen(page, service, name, "command")
+    page.eval(LOSING)
+    submit(page, "echo out")
+    page.see("exit 0", ".job-foot")
+    assert page.eval("window.lost") == {f"/api/sessions/{name}/command": 3}
+    assert page.eval("document.querySelectorAll('.job').length") == 1
+    assert len(service.get(f"/api/sessions/{name}/jobs").json) == 1
+
+
 def test_much_output_stays_light(page: Page, service: Service, name: str) -> None:
     service.create(name)
     open_screen(page, service, name, "command")

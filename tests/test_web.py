@@ -1219,6 +1219,33 @@ def connections(service: Service) -> int:
     return sum((row[1], row[3]) == (f"0100007F:{service.port:04X}", "01") for row in rows)
 
 
+def test_what_is_sent_again_with_its_key_is_done_once(service: Service, name: str) -> None:
+    def create(key: str) -> Any:
+        return service.post("/api/sessions", {"name": name, "directory": directory},
+                            headers={"Idempotency-Key": key})
+
+    directory = str(service.engine.project)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # the second comes while the first works
+        first, second = pool.map(create, ['"a"', '"a"'])
+    assert (first.status, first.json) == (second.status, second.json) and first.status == 201
+    assert create('"b"').status == 409 and create('"a"').status == 201
+    command, hello = f"/api/sessions/{name}/command", {"command": "echo hello"}
+    ids = [service.post(command, hello, headers={"Idempotency-Key": key}).json["id"]
+           for key in ("a", "a", "b", "b")]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    stranger = service.signed_cookie(600)
+    other = service.post(command, hello, headers={"Idempotency-Key": "a"}, cookie=stranger)
+    jobs = service.get(f"/api/sessions/{name}/jobs").json
+    assert {job["id"] for job in jobs} == {*ids, other.json["id"]} and len(jobs) == 3
+    wrong = [service.post(command, {"command": 1}, headers={"Idempotency-Key": "c"})
+             for _ in range(2)]
+    assert [reply.status for reply in wrong] == [400, 400] and wrong[0].json == wrong[1].json
+    assert service.post(command, hello, headers={"Idempotency-Key": "k" * 65}).status == 400
+    gone = [service.request("DELETE", f"/api/sessions/{name}", headers={"Idempotency-Key": key})
+            for key in ("d", "d", "e")]
+    assert [reply.status for reply in gone] == [200, 200, 404]
+
+
 def test_one_undo_at_a_time_and_a_slow_one_holds_nobody_up(engine: Engine, home: Path,
                                                             project: Path, name: str) -> None:
     write_config(home, imageName=REAL_IMAGE.partition(":")[0], checkpoint=True)

@@ -38,26 +38,29 @@ async function answer(response) {
 }
 
 // A browser ends what is on its way when a network interface comes or goes, as with each container on its machine.
-const MAY_BE_SENT_TWICE = ["GET", "PUT"];
+const TRIES = 3;
+
+/** What tells the server that it is asked the same again. */
+const newKey = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
 
 /** Fetch, and note whether the server was there. Rejects with an ApiError whose code is OFFLINE when it was not. */
-async function reach(address, options, again = MAY_BE_SENT_TWICE.includes(options?.method ?? "GET")) {
+async function reach(address, options, tries = TRIES) {
   try {
     const response = await fetch(address, { ...options, redirect: "error", cache: "no-store" });
     setLink(true);
     return response;
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    if (again) return reach(address, options, false);
+    if (tries > 1) return reach(address, options, tries - 1);
     setLink(false);
     throw new ApiError(0, { code: OFFLINE, message: "the server does not answer", hint: "is it still running?" });
   }
 }
 
 async function call(method, address, body) {
-  const options = { method };
+  const options = { method, headers: method === "GET" ? {} : { "Idempotency-Key": newKey() } };
   if (body !== undefined) {
-    options.headers = { "Content-Type": "application/json" };
+    options.headers["Content-Type"] = "application/json";
     options.body = JSON.stringify(body);
   }
   return answer(await reach(address, options));
