@@ -98,13 +98,14 @@ def pty(home: Path, *lines: str) -> Terminal:
 
 def test_on_a_terminal_one_block_shows_step_time_and_last_line(tmp_path: Path) -> None:
     """The second line waits until the first was seen, so that both are drawn."""
-    fifo = tmp_path / "fifo"
+    fifo, end = tmp_path / "fifo", tmp_path / "end"  # the first cat may have its own open for long
     os.mkfifo(fifo)
-    with pty(tmp_path, f"echo first; cat {fifo}; cat {fifo}") as terminal:
+    os.mkfifo(end)
+    with pty(tmp_path, f"echo first; cat {fifo}; cat {end}") as terminal:
         terminal.expect("  first")
         fifo.write_text("\x1b[2J" + "wide" * 40 + "\n")
         terminal.expect("  ?[2J" + "wide" * 13)
-        fifo.write_text("")
+        end.write_text("")
         assert terminal.wait() == 0
     shown = terminal.output
     assert "\x1b[2J" not in shown and "wide" * 15 not in shown
