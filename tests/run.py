@@ -9,15 +9,17 @@ part says when it has ended. One file, or what -k names, is for pytest itself.
 Exit status: 0; 1 when a part fails, runs no test or is killed; 130 after Ctrl-C.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from conftest import PARTS
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
 END_SECONDS = 60.0  # for the tests that are running to remove what they have made
 PRINTING = threading.Lock()
 AT_ONCE = 5  # parts: with more, two processors are no faster
@@ -71,14 +73,29 @@ class Part(threading.Thread):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def interrupted_later() -> Iterator[None]:
+    """What is begun here is known before a signal interrupts: else nobody would end it."""
+    came: list[int] = []
+    for number in ENDING:
+        signal.signal(number, lambda number, _frame: came.append(number))
+    yield
+    for number in ENDING:
+        signal.signal(number, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 def main(options: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in ENDING:
+        signal.signal(number, signal.default_int_handler)
     parts: list[Part] = []
     try:
         for name in PARTS:
             ROOM.acquire()
-            parts.append(Part(name, options))
-            parts[-1].start()
+            with interrupted_later():
+                parts.append(Part(name, options))
+                parts[-1].start()
         for part in parts:
             part.join()
     except KeyboardInterrupt:
