@@ -93,6 +93,7 @@ class Terminal:
     def __init__(self, argv: list[str], rows: int, cols: int, **popen: Any) -> None:
         self.master, slave = pty.openpty()
         self.resize(rows, cols)
+        self.mode = termios.tcgetattr(slave)  # as it is before the process changes it
         os.fchown(slave, popen["user"], -1)
         self.process = subprocess.Popen(
             argv,

@@ -227,7 +227,6 @@ def begin(engine: Engine, name: str, command: str = CAT) -> str:
 def test_keys_leave_it_and_attach_brings_it_back(engine: Engine, project: Path, name: str,
                                                  keys: str = KEYS) -> None:
     with engine.pty("run", "-n", name, "-x", CAT) as terminal:
-        before = termios.tcgetattr(terminal.master)
         terminal.expect(f"Ctrl-\\ d leaves it running; to come back: sandbox attach {name}")
         terminal.expect("ready")
         terminal.send("one\n")
@@ -235,7 +234,7 @@ def test_keys_leave_it_and_attach_brings_it_back(engine: Engine, project: Path, 
         terminal.send(keys)
         terminal.expect(f"left {name}; to come back: sandbox attach {name}")
         assert terminal.wait() == 0 and "Keep it?" not in terminal.output
-        assert termios.tcgetattr(terminal.master) == before
+        assert termios.tcgetattr(terminal.master) == terminal.mode
     with engine.pty("attach", name) as terminal:
         terminal.expect("one\r\none")
         terminal.send("two\n")
@@ -283,13 +282,12 @@ def clients_of(engine: Engine, pid: int) -> list[int]:
 def test_a_killed_client_of_the_engine_leaves_it_running(engine: Engine, project: Path,
                                                          name: str) -> None:
     with engine.pty("run", "-n", name, "-x", CAT) as terminal:
-        before = termios.tcgetattr(terminal.master)
         terminal.expect("ready")
         for pid in clients_of(engine, terminal.process.pid):
             os.kill(pid, signal.SIGKILL)
         terminal.expect(f"to come back: sandbox attach {name}")
         assert terminal.wait() == (125 if engine.host else 137)  # it may be the connection's end
-        assert termios.tcgetattr(terminal.master) == before
+        assert termios.tcgetattr(terminal.master) == terminal.mode
     with engine.pty("attach", name) as terminal:
         terminal.expect("ready")
         terminal.send("\x04")

@@ -161,8 +161,7 @@ def test_with_rm_on_exit_a_closed_terminal_leaves_nothing(engine: Engine, projec
 
 def test_the_terminal_is_as_it_was(engine: Engine, project: Path, name: str) -> None:
     with engine.pty("run", "-n", name, "-x", "stty raw; kill -9 $$") as terminal:
-        before = termios.tcgetattr(terminal.master)
         terminal.expect(PROMPT)
-        assert termios.tcgetattr(terminal.master) == before
+        assert termios.tcgetattr(terminal.master) == terminal.mode
         terminal.send("y\n")
         assert terminal.wait() == 137
