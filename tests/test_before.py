@@ -95,16 +95,22 @@ def service(old: Old) -> Iterator[Service]:
     service.end()
 
 
+def began(project: Path) -> str:
+    """What the autostart script has written, beside the commands."""
+    return path.read_text() if (path := project / "began").exists() else ""
+
+
 def test_it_is_listed_and_runs_commands(old: Old, project: Path) -> None:
     shown = {key: old.row()[key] for key in ("state", "profile", "directory", "network", "image")}
     assert shown == {"state": "running", "profile": "work", "directory": str(project),
                      "network": "allow", "image": old.words["IMAGE"]}
     assert old.run("echo $GREETING; pwd; touch made /tmp/kept") == f"from the page\n{project}\n"
-    assert (project / "made").exists() and (project / "began").read_text() == "began\n"
+    assert (project / "made").exists()
+    wait_for(lambda: began(project) == "began\n")
     old.engine.run("stop", "-t", "0", old.name, f"sandbox-proxy-{old.id}")
     assert old.row()["state"] == "exited"
     assert old.run("echo $GREETING; ls /tmp/kept") == "from the page\n/tmp/kept\n"
-    assert (project / "began").read_text() == "began\n" * 2
+    wait_for(lambda: began(project) == "began\n" * 2)
     removed = old.engine.sandbox("rm", old.name)
     assert (removed.returncode, removed.stderr) == (0, "")
     assert left_of(old.engine, old.id) == []
@@ -181,7 +187,7 @@ def test_the_web_service_uses_stops_starts_and_removes_it(old: Old, service: Ser
     assert service.post(f"{path}/stop").json["state"] == "exited"
     assert service.post(f"{path}/start").json["state"] == "running"
     assert service.ended(service.job(old.name, "ls /tmp/kept"))["exit"] == 0
-    wait_for(lambda: (project / "began").read_text() == "began\n" * 2)
+    wait_for(lambda: began(project) == "began\n" * 2)
     assert len([job for job in service.get(f"{path}/jobs").json if job["kind"] != "autostart"]) == 4
     assert service.request("DELETE", path).status == 200
     assert left_of(old.engine, old.id) == []
