@@ -596,7 +596,7 @@ def test_autostart_runs_when_the_container_starts(engine: Engine, project: Path,
                                                   name: str) -> None:
     write_config(home, autostart="echo $GREETING >> started", env={"GREETING": "hello"})
     engine.sandbox("run", "-n", name, "-x", "true")
-    wait_for((project / "started").exists)
+    wait_for(lambda: (project / "started").exists() and (project / "started").read_text())
     engine.sandbox("run", "-n", name, "-x", "true")
     engine.run("stop", name)
     engine.sandbox("run", "-n", name, "-x", "true")
@@ -617,7 +617,7 @@ def test_autostart_is_not_lost_with_a_client_that_is_killed(
             killed.send_signal(signal.SIGKILL)
         for _ in range(2):
             assert engine.sandbox("run", "-n", session, "-x", "true").returncode == 0
-        wait_for((project / "started").exists)
+        wait_for(lambda: (project / "started").exists() and (project / "started").read_text())
         engine.run("restart", "-t", "0", session)
         assert engine.sandbox("run", "-n", session, "-x", "true").returncode == 0
         wait_for(lambda: (project / "started").read_text() == "started\n" * 2)
@@ -643,7 +643,7 @@ def test_autostart_outlives_the_run_that_started_it(engine: Engine, project: Pat
     session works."""
     (project / "sub").mkdir()
     write_config(home,
-                 autostart="pwd; trap 'echo interrupted >interrupted' INT; "
+                 autostart="trap 'echo interrupted >interrupted' INT; pwd; "
                            "while :; do sleep 0.1; done")
     run = ("run", "-n", name)
     with engine.pty(*run, "--hp", str(project), "-x", "echo here; sleep 60",

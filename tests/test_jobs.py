@@ -247,7 +247,7 @@ def test_autostart_is_not_lost_with_a_service_that_is_killed(service: Service, n
         wait_for(lambda: service.get(f"/api/sessions/{session}").json.get("state") == "running")  # noqa: B023
         for _ in range(2):
             service.ended(service.job(session, "true"))
-        wait_for(started.exists)
+        wait_for(lambda: started.exists() and started.read_text())
         assert service.post(f"/api/sessions/{session}/stop").status == 200
         assert service.post(f"/api/sessions/{session}/start").status == 200
         service.ended(service.job(session, "true"))
