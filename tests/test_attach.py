@@ -503,7 +503,7 @@ def test_a_dumb_terminal_and_a_pipe_show_it(engine: Engine, project: Path, name:
 @everywhere
 def test_a_holder_that_died_is_told(engine: Engine, project: Path, name: str) -> None:
     kill = ("for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | "
-            "grep -q SANDBOX_HOLD && kill -9 ${p#/proc/}; done; true")
+            "grep -q SANDBOX_HOL[D] && kill -9 ${p#/proc/}; done; true")
     with engine.pty("run", "-n", name, "-x", CAT) as terminal:
         terminal.expect("ready")
         engine.run("exec", name, "sh", "-c", kill)
