@@ -700,7 +700,7 @@ def test_logs_of_terminals_and_jobs(service: Service, engine: Engine, name: str,
     with engine.pty("logs", name) as terminal:
         assert terminal.wait() == 0 and terminal.output == "?]52;c;AAAA?bold\r\n"
     id = begin(engine, name, "echo on a terminal; read -r word; echo got $word")
-    assert engine.sandbox("logs", name).stdout == "on a terminal\n"
+    wait_for(lambda: engine.sandbox("logs", name).stdout == "on a terminal\n")
     assert engine.sandbox("logs", name, job).stdout == "by the job\n"
     following = engine.popen("logs", name, "-f")
     assert following.stdout and following.stdout.readline() == "on a terminal\n"
@@ -724,6 +724,7 @@ def test_stop_and_start_and_the_autostart_script(engine: Engine, home: Path, pro
     began = ("exec", name, "cat", f"{project}/began")
     wait_for(lambda: engine.run(*began).stdout)
     begin(engine, name)
+    wait_for(lambda: engine.sandbox("logs", name).stdout == "ready\n")
     for words in (["stop", name, "no-such"], ["stop", name], ["start", name], ["start", name]):
         done = engine.sandbox(*words)
         assert done.stdout == f"{name}\n" and done.returncode == len(words) - 2, done.stderr
