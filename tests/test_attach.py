@@ -406,7 +406,8 @@ for number in range({count}):
 @on_docker
 def test_a_thousand_attaches_leave_nothing(engine: Engine, project: Path, name: str) -> None:
     id = begin(engine, name)
-    engine.sandbox("logs", name)
+    wait_for(lambda: "cat" in engine.run("exec", name, "ps", "-o", "comm").stdout.split())
+    assert engine.sandbox("logs", name).stdout == "ready\n"
     before = left_in(engine, name)
     where = engine.where()
     source = sandbox.hold_source().rpartition("\nif __name__")[0]
@@ -426,7 +427,8 @@ def test_a_thousand_attaches_leave_nothing(engine: Engine, project: Path, name: 
 
 def left_in(engine: Engine, name: str) -> list[str]:
     """Processes, the holder's descriptors, and files of terminals in a session."""
-    script = ("ls -d /proc/[0-9]* | wc -l; for p in /proc/[0-9]*; do "
+    # A pipe would be counted: one of its processes begins before or after the other has looked.
+    script = ("set -- /proc/[0-9]*; echo $#; for p in /proc/[0-9]*; do "
               "tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q SANDBOX_HOLD && ls $p/fd; done; "
               "find /run/sandbox | sort")
     return engine.run("exec", name, "sh", "-c", script).stdout.split()
