@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, USER, Engine, Terminal, everywhere, on_docker, write_config
+from conftest import (
+    ROOT,
+    USER,
+    Engine,
+    Process,
+    Terminal,
+    everywhere,
+    on_docker,
+    write_config,
+)
 from service import Service, wait_for
 from test_agents import (  # noqa: F401
     ONCE,
@@ -385,6 +394,34 @@ def test_a_slow_reader_is_never_cut(engine: Engine, project: Path, name: str) ->
     assert other.stdout.endswith("over\n") and other.returncode == 0
     assert reader.stdout.read().endswith("over\n") and reader.wait(60) == 0
 
+
+@on_docker
+def test_a_client_that_is_slow_to_join_joins(engine: Engine, project: Path, name: str) -> None:
+    """The holder waits a second for what it says, and begins the program once it is there."""
+    engine.sandbox("run", "-n", name, "-x", "true")
+    source = sandbox.hold_source().rpartition("\nif __name__")[0]
+    start = "rm /run/sandbox/terminals/*/socket; echo ready; exec sleep 98765"
+    where = engine.where()
+    for words in (["start", "0123456789", "24", "80", "x", "sh", "-c", start],
+                  ["start", "9876543210", "0", "0", "x", "sleep", "98765"],
+                  ["attach", "9876543210", "24", "80", "0"]):
+        where["env"]["SANDBOX_HOLD"] = f"[]\n{source}\n{SLOW}main(*{words!r})"
+        argv = [engine.runtime, "exec", "-i", "-e", "SANDBOX_HOLD", name, *sandbox.HOLD]
+        with Process(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                     encoding="utf-8", **where) as client:
+            assert client.stdin and client.stdout
+            assert client.stdout.read(1) == ("" if "0" in words[2:4] else "h")
+            client.stdin.close()  # it leaves
+            assert client.wait(60) == 0, client.stdout.read()
+
+
+# A client that the machine leaves no time, at the first two of its connections.
+SLOW = """
+def connect(folder, now=connect, slow=[2, 2]):
+    found = now(folder)
+    time.sleep(slow.pop() if slow else 0)
+    return found
+"""
 
 # What `attach` does, again and again in one process: it lets go at once, or after the first frame.
 ATTACHES = """

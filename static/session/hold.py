@@ -538,6 +538,8 @@ def start(id: str, rows: str, columns: str, title: str, *argv: str) -> None:
         listener = socket(AF_UNIX, SOCK_STREAM)
         listener.bind(folder + "/socket")
         listener.listen(64)
+        # Before the program begins, which may end at once, or remove the socket.
+        holder = hand_over(id, rows, columns, "0") if int(rows) else None
         first = os.fork()
     except FileExistsError:
         refuse(f"there is a terminal {id} already")
@@ -546,6 +548,8 @@ def start(id: str, rows: str, columns: str, title: str, *argv: str) -> None:
         refuse(f"no terminal can be held here: {error.strerror}")
     if not first:
         try:
+            if holder:
+                holder.close()
             os.setsid()
             null = os.open("/dev/null", os.O_RDWR)
             for fd in (0, 1, 2):
@@ -555,7 +559,6 @@ def start(id: str, rows: str, columns: str, title: str, *argv: str) -> None:
         finally:
             os._exit(0)
     listener.close()
-    holder = hand_over(id, rows, columns, "0") if int(rows) else None
     forget_ended()  # while the program starts
     if holder:
         wait_for(holder)
@@ -573,15 +576,14 @@ def attach(id: str, rows: str, columns: str, position: str) -> None:
 
 def hand_over(id: str, rows: str, columns: str, position: str) -> socket:
     """Give stdin and stdout to the holder; where it has ended, show what is left and end."""
-    holder = connect(FOLDER + "/" + id)
-    try:
-        if not holder:
-            raise OSError
-        rights = b"".join(fd.to_bytes(4, sys.byteorder) for fd in (0, 1))
-        holder.sendmsg([words(rows, columns, position)], [(SOL_SOCKET, SCM_RIGHTS, rights)])
-    except OSError:
-        show_kept(FOLDER + "/" + id, int(position))
-    return holder
+    rights = b"".join(fd.to_bytes(4, sys.byteorder) for fd in (0, 1))
+    while holder := connect(FOLDER + "/" + id):
+        try:
+            holder.sendmsg([words(rows, columns, position)], [(SOL_SOCKET, SCM_RIGHTS, rights)])
+            return holder
+        except ConnectionError:  # it waits for us only so long, or has ended
+            holder.close()
+    show_kept(FOLDER + "/" + id, int(position))
 
 
 def wait_for(holder: socket) -> NoReturn:
