@@ -146,11 +146,17 @@ def test_bytes_are_kept_as_they_were_and_characters_are_whole(service: Service, 
 
 @on_docker
 def test_a_stream_is_taken_up_inside_a_character(service: Service, name: str) -> None:
-    """Both streams write characters of four bytes, byte by byte in turn."""
+    """Both streams write characters of four bytes, byte by byte in turn, each when the one before
+    it was kept."""
     service.create(name)
     smile = [f"\\{byte:03o}" for byte in "😀".encode()] * 2
-    job = service.job(name, " sleep 0.05; ".join(f"printf '{b}'; sleep 0.05; printf '{b}' >&2;"
-                                                 for b in smile))
+    each = [f"printf '{byte}' >&{stream}" for byte in smile for stream in (1, 2)]
+    job = service.job(name, "".join(f"{write}; until [ -e {number} ]; do sleep 0.01; done; "
+                                    for number, write in enumerate(each)))
+    output = service.engine.home / "jobs" / name / job["id"] / "output"
+    for number in range(len(each)):
+        wait_for(lambda: output.stat().st_size > number)  # noqa: B023
+        (service.engine.project / str(number)).touch()
     assert service.ended(job)["size"] == 16
     whole = list(service.events(job))
     assert [data for kind, data, _ in whole if kind == "stdout"] == ["😀", "😀"]
