@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from conftest import IMAGE, PYTHON, ROOT, Engine, everywhere, on_docker, write_config
-from service import Service, wait_for
+from service import Service, free_port, wait_for
 from test_engines import sleeping
 from test_install import build_zipapp
 
@@ -675,7 +675,7 @@ def test_a_container_that_cannot_be_created_again_stays(engine: Engine, service:
                                                         name: str) -> None:
     service.create(name)
     assert service.ended(service.job(name, "touch /tmp/mark"))["exit"] == 0
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
         write_config(engine.home, ports=[f"{taken.getsockname()[1]}:80"])
         reply = service.post(f"/api/sessions/{name}/recreate")
         assert reply.status == 502 and reply.json["error"]["message"], reply.body
