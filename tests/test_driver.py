@@ -89,7 +89,8 @@ def test_a_session_from_its_creation_to_its_removal(engine: Namespaced, project:
 
     # A second run enters the same container: its processes and files are there.
     engine.sandbox("run", "-n", name, "-x",
-                   "echo kept >/tmp/state; touch here; sleep 1000 >&- 2>&- &")
+                   "echo kept >/tmp/state; touch here; sleep 1000 >&- 2>&- & "
+                   "until pgrep -xf 'sleep 1000'; do sleep 0.1; done")
     ran = engine.sandbox("run", "-n", name, "-x", "cat /tmp/state; pgrep -c sleep; echo $$ >here")
     assert ran.stdout == "kept\n2\n", ran  # the first command sleeps, too
     assert int((project / "here").read_text()) < 1000  # a pid of its own namespace
