@@ -294,7 +294,7 @@ def test_the_end_of_a_run_asks_for_others(engine: Engine, project: Path, home: P
         assert f"{name} is in use: sh -c {WORK}\r\n" in used
         terminal.send("n\n")
         assert terminal.wait() == 0
-        assert sleeping(engine, name, "98765") == 1
+        wait_for(lambda: sleeping(engine, name, "98765") == 1)
 
 
 # --- A session that was stopped ---
@@ -325,7 +325,7 @@ SERVE = "python3 -m http.server 8123 --bind {} >/dev/null 2>&1"
 
 def status_at(port: int) -> str:
     """The first line that a server at a port of this machine answers, '' for none."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as sock:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 60) as sock:
         sock.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
         return sock.recv(100).decode().partition("\r\n")[0]
     return ""
