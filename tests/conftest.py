@@ -46,7 +46,7 @@ IMAGE_NAME = "localhost/sandbox-test"
 IMAGE_VERSION = "1.0-common"
 IMAGE = f"{IMAGE_NAME}:{IMAGE_VERSION}"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 300.0
 HANG_SECONDS = 60.0  # for what comes at once: a busy machine takes its time
 
 # in every name and directory of this test run, to know its containers by
