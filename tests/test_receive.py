@@ -245,8 +245,10 @@ def test_what_is_left_is_told_to_the_host(far: Far) -> None:
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_travel, "IDLE_SECONDS", 0.5)
+def brief(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patience ends soon with a host that is silent, and with another one not before it speaks."""
+    if "did nothing" in said:
+        monkeypatch.setattr(sandbox_travel, "IDLE_SECONDS", 0.5)
     monkeypatch.setattr(sandbox_travel, "LOOK_MS", 50)
     monkeypatch.setattr(sandbox_travel, "ERROR_BYTES", 1 << 20)
 
@@ -257,11 +259,11 @@ NOTHING = r"said(b'10\nx\x9c\xab\xae\x05\x00\x01u\x00\xf9'); "  # is in the mirr
 
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("program, said", [
-    ("time.sleep(30)", "it did nothing for"),  # never reads, and says nothing
-    (NOTHING + "time.sleep(30)", "it did nothing for"),
-    (NOTHING + "sys.stdin.read(); time.sleep(30)", "it did nothing for"),
-    (NOTHING + "sys.stdin.read(); said(b'{'); time.sleep(30)", "it did nothing for"),
-    (r"said(b'-1\n'); said(bytes(1 << 20)); time.sleep(30)", "ended with status 137"),
+    ("time.sleep(600)", "it did nothing for"),  # never reads, and says nothing
+    (NOTHING + "time.sleep(600)", "it did nothing for"),
+    (NOTHING + "sys.stdin.read(); time.sleep(600)", "it did nothing for"),
+    (NOTHING + "sys.stdin.read(); said(b'{'); time.sleep(600)", "it did nothing for"),
+    (r"said(b'-1\n'); said(bytes(1 << 20)); time.sleep(600)", "ended with status 137"),
     ("\nwhile True: os.write(2, bytes(65536))", "it prints too much")])
 def test_a_silent_or_endless_host_is_left(far: Far, monkeypatch: pytest.MonkeyPatch, program: str,
                                           said: str) -> None:
@@ -273,19 +275,19 @@ def test_a_silent_or_endless_host_is_left(far: Far, monkeypatch: pytest.MonkeyPa
     began = time.monotonic()
     with pytest.raises(SandboxError) as raised, Helper(far.engine, far.session, []) as helper:
         helper.back.readline(1 << 20)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 300
     assert raised.value.code == 125 and said in raised.value.message
 
 
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("command, said", [
-    ("exec sleep 30", "did nothing"), ("echo x; exec sleep 30", "did nothing"),
+    ("exec sleep 600", "did nothing"), ("echo x; exec sleep 600", "did nothing"),
     ("exec cat /dev/zero >&2", "prints too much")])
 def test_a_bundle_that_never_ends(far: Far, command: str, said: str) -> None:
     began = time.monotonic()
     status, text = sandbox_travel.fetch_commits(["sh", "-c", command], str(far.top), "work")
     assert (status, said in text) == (125, True), text
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 300
 
 
 def test_an_answer_that_never_ends(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
