@@ -36,12 +36,17 @@ def guarded(*ends):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
+def lead(client):  # while packets are lost it waits here, and nobody else for it
+    with client, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", 22)) as there:
+        back = threading.Thread(target=guarded, args=(there, client), daemon=True)
+        back.start()
+        guarded(client, there)
+        back.join()
+
 server = socket.socket(fileno=int(sys.argv[1]))
 while True:
     client, _ = server.accept()
-    there = socket.create_connection(("127.0.0.1", 22))
-    for ends in ((client, there), (there, client)):
-        threading.Thread(target=guarded, args=ends, daemon=True).start()
+    threading.Thread(target=lead, args=(client,), daemon=True).start()
 """
 
 
@@ -66,8 +71,9 @@ class Elsewhere:
             home = pwd.getpwnam(user).pw_dir
             self.machine.must("sh", "-c", "mkdir -pm700 $1/.ssh; cat >$1/.ssh/authorized_keys; "
                               "chown -R $2 $1/.ssh", "sh", home, user, input=public)
-        self.machine.must("sh", "-c", "mkdir -p /run/sshd; exec /usr/sbin/sshd -o UsePAM=no "
-                          "-o StrictModes=no -o MaxStartups=100 -o MaxSessions=100")
+        self.machine.must("sh", "-c", "mkdir -p /run/sshd; /usr/sbin/sshd -o UsePAM=no "
+                          "-o StrictModes=no -o MaxStartups=100 -o MaxSessions=100 && "
+                          "until [ -s /run/sshd.pid ]; do sleep 0.05; done")  # it listens by then
         config = self.folder / "config"
         config.write_text(f"Host *\n HostName 127.0.0.1\n Port {self.port}\n IdentityFile {key}\n"
                           " IdentitiesOnly yes\n StrictHostKeyChecking no\n LogLevel ERROR\n"
