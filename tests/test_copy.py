@@ -17,6 +17,7 @@ import pytest
 from conftest import (
     PYTHON,
     Engine,
+    Held,
     Process,
     Result,
     as_root_and_not,
@@ -317,6 +318,7 @@ def test_a_full_disk_is_said_and_leaves_no_session(copied: Copied, engine: Engin
 
 
 TRACED = {"SANDBOX_TRACE": "1"}
+FILLS_A_COPY = "*' run '*sandbox-copy-*"
 
 
 def copy_of(engine: Engine, run: Process) -> str:
@@ -331,10 +333,12 @@ def copy_of(engine: Engine, run: Process) -> str:
 
 def test_a_killed_seed_leaves_no_half_session(copied: Copied, engine: Engine, name: str) -> None:
     copied.write(large="x" * 30_000_000)
-    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env=TRACED)
+    held = Held(engine, FILLS_A_COPY)
+    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env=TRACED | held.env)
     left = copy_of(engine, run)
     run.kill()
     run.wait()
+    held.go()
     assert name not in engine.sandbox("ps", "-q").stdout
     assert copied.make(name, "wc -c <large") == "30000000\n"
     wait_for(lambda: engine.run("ps", "-aq", "--filter", f"name={left}").stdout == "")
@@ -346,9 +350,11 @@ def test_ctrl_c_while_it_is_copied_leaves_nothing(copied: Copied, engine: Engine
     with (copied.project / "large").open("wb") as file:
         for _ in range(100):
             file.write(bytes(10 << 20))
-    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env=TRACED)
+    held = Held(engine, FILLS_A_COPY)
+    run = engine.popen("run", "-n", name, "--copy", "-x", "true", env=TRACED | held.env)
     copy = copy_of(engine, run)
     run.send_signal(signal.SIGINT)
+    held.go()
     assert run.wait() == 130
     assert copy not in engine.volumes()
     assert engine.run("ps", "-aq", "--filter", f"name={copy}").stdout == ""
@@ -561,13 +567,16 @@ def test_commits_of_other_branches_are_work(repository: Copied, engine: Engine, 
 @on_docker
 def test_a_source_does_not_change_while_it_is_duplicated(copied: Copied, engine: Engine, name: str,
                                                          ) -> None:
-    copied.make(name, "head -c 800000000 /dev/zero >large")
+    copied.make(name, "head -c 8000000 /dev/zero >large")
+    held = Held(engine, FILLS_A_COPY)
     with engine.popen("run", "-n", f"{name}-2", "--from", name, "-x", "stat", "-c", "%s", "large",
-                      env=TRACED) as run:
+                      env=TRACED | held.env) as run:
         copy_of(engine, run)
-        removed = engine.sandbox("rm", "-f", name)
-        assert removed.returncode == 0 and "waiting for another command" in removed.stderr
-        assert run.stdout and run.stdout.read() == "800000000\n"
+        with engine.popen("rm", "-f", name) as rm:
+            assert rm.stderr and "waiting for another command" in rm.stderr.readline()
+            held.go()
+            assert rm.wait(60) == 0
+        assert run.stdout and run.stdout.read() == "8000000\n"
 
 
 @on_docker
@@ -789,11 +798,9 @@ def test_the_service_makes_copies_and_loses_none(repository: Copied, engine: Eng
 
 @on_docker
 def test_a_name_taken_meanwhile_keeps_its_settings(copied: Copied, engine: Engine,
-                                                   service: Service, home: Path, name: str,
-                                                   ) -> None:
-    with (copied.project / "large").open("wb") as file:
-        for _ in range(50):
-            file.write(bytes(10 << 20))
+                                                   home: Path, name: str) -> None:
+    held = Held(engine, FILLS_A_COPY)
+    service = Service(engine, env=held.env)
     before = engine.volumes()
     with ThreadPoolExecutor() as pool:
         posted = pool.submit(service.post, "/api/sessions", {
@@ -803,6 +810,8 @@ def test_a_name_taken_meanwhile_keeps_its_settings(copied: Copied, engine: Engin
         theirs = home / "sessions" / f"{name}.json"
         theirs.parent.mkdir(exist_ok=True)
         theirs.write_text('{"yolo": "codex"}')
+        held.go()
         assert posted.result().status != 201
+    service.end()
     assert theirs.read_text() == '{"yolo": "codex"}'
     engine.run("rm", name)

@@ -19,6 +19,7 @@ from conftest import (
     IMAGE,
     TOKEN,
     Engine,
+    Held,
     Result,
     everywhere,
     on_docker,
@@ -210,10 +211,14 @@ def test_ctrl_c_while_it_is_created_anew_loses_nothing(engine: Engine, project: 
                                                        name: str) -> None:
     said(engine, name, "echo kept >~/file")
     for sign in (" rename ", " create " if engine.host else " run -d "):
-        with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1"}) as recreate:
+        held = None if engine.host else Held(engine, f"*'{sign}'*")
+        env = {"SANDBOX_TRACE": "1", **(held.env if held else {})}
+        with engine.popen("recreate", name, env=env) as recreate:
             assert recreate.stderr
             assert next(line for line in recreate.stderr if sign in line)
             recreate.send_signal(signal.SIGINT)
+            if held:
+                held.go()
             recreate.stderr.read()
             assert recreate.wait(60) == 130
         assert said(engine, name, "cat ~/file") == "kept\n"
@@ -301,10 +306,12 @@ def test_ctrl_c_waits_for_a_daemon_that_creates(engine: Engine, project: Path, h
 def test_a_power_cut_while_it_is_created_anew_loses_nothing(engine: Engine, project: Path,
                                                             home: Path, name: str) -> None:
     said(engine, name, "echo kept >~/file")
-    with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1"}) as recreate:
+    held = Held(engine, "*' run -d '*")
+    with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1", **held.env}) as recreate:
         assert recreate.stderr
         renamed = next(line for line in recreate.stderr if " rename " in line).split()[-1]
         next(line for line in recreate.stderr if " run -d " in line)  # and now all is killed
+    held.go()
     assert renamed in engine.sandbox("ps", "-q").stdout.split()
 
     def came_back() -> bool:
@@ -510,10 +517,12 @@ def test_what_changes_a_session_waits_for_what_changes_it(
     kept, more = home_of(engine, name), f"{name}-b"
     words = {"recreate": ("recreate", name), "rm": ("rm", name), "rename": ("rename", name, more),
              "run": ("run", "--from", name, "-n", more, "-x", "cat ~/file"), "prune": ("prune",)}
-    with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1"}) as first:
+    held = Held(engine, f"*' {moment} '*")
+    with engine.popen("recreate", name, env={"SANDBOX_TRACE": "1", **held.env}) as first:
         assert first.stderr
         next(line for line in first.stderr if f" {moment} " in line)
         os.kill(first.pid, signal.SIGSTOP)
+        held.go()
         with engine.popen(*words[other]) as second:
             assert second.stderr and "waiting for another command" in second.stderr.readline()
             os.kill(first.pid, signal.SIGCONT)
@@ -538,12 +547,14 @@ def test_what_changes_a_session_waits_for_what_changes_it(
 def test_prune_leaves_a_home_that_is_just_copied(engine: Engine, project: Path, home: Path,
                                                  name: str) -> None:
     said(engine, name, "echo kept >~/file")
+    held = Held(engine, "*' --read-only '*")
     with engine.popen("run", "--from", name, "-n", f"{name}-b", "-x", "cat ~/file",
-                      env={"SANDBOX_TRACE": "1"}) as copy:
+                      env={"SANDBOX_TRACE": "1", **held.env}) as copy:
         assert copy.stderr
         copied = next(line for line in copy.stderr if " --read-only " in line)
         (left,) = named(copied) - {home_of(engine, name)}
         os.kill(copy.pid, signal.SIGSTOP)
+        held.go()
         wait_for(lambda: left in homes(engine) and "sandbox-step" not in engine.run("ps").stdout)
         with engine.popen("prune") as prune:
             assert prune.stderr and "waiting for another command" in prune.stderr.readline()
