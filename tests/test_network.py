@@ -9,13 +9,22 @@ import os
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, IMAGE_VERSION, ROOT, TOKEN, Engine, on_docker, unique_name, write_config
+from conftest import (
+    IMAGE,
+    IMAGE_VERSION,
+    ROOT,
+    TOKEN,
+    Engine,
+    Held,
+    on_docker,
+    unique_name,
+    write_config,
+)
 from network import LOCAL, Guarded, inspected, left_of, proxy_of, shown_network
 from outside import PUBLIC
 from service import Service, wait_for
@@ -515,13 +524,12 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
                                              name: str) -> None:
     kept = engine.sandbox("run", "-n", f"{name}-kept", "--allow", "api.test", "-x", "true",
                           env={"SANDBOX_TRACE": "1"})
-    traces = [kill_while_it_creates(engine, f"{name}-{number}", 0.3 * number)
-              for number in range(2)]
+    traces = [kill_while_it_creates(engine, f"{name}-{number}") for number in range(2)]
     for row in json.loads(engine.sandbox("ps", "--json").stdout):
         if row["name"].startswith(f"{name}-") and row["name"] != f"{name}-kept":
             # a session whose container went by other hands leaves most
             engine.run("rm", "-f", row["name"])
-    left = settled(lambda: [item for trace in traces for item in leftovers(engine, trace)])
+    left = [item for trace in traces for item in leftovers(engine, trace)]
     assert left
     mounts = [mount for item in left if item.startswith("sandbox-proxy-")
               for mount in inspected(engine, item, "{{range .Mounts}}{{.Name}} {{end}}").split()]
@@ -537,23 +545,17 @@ def test_prune_removes_what_a_crash_has_left(engine: Engine, project: Path, home
     assert engine.run("volume", "rm", foreign).returncode == 0
 
 
-def settled(look: Callable[[], list[str]]) -> list[str]:
-    """What a look sees when it has seen the same for a second: a daemon goes on by itself."""
-    seen, since = look(), time.monotonic()
-    while time.monotonic() < since + 1:
-        if (now := look()) != seen:
-            seen, since = now, time.monotonic()
-    return seen
-
-
-def kill_while_it_creates(engine: Engine, name: str, seconds: float) -> str:
-    """Kill a run and the engine's clients so long after their start; what it has said of them."""
+def kill_while_it_creates(engine: Engine, name: str) -> str:
+    """Kill a run when its two containers are there, and it does not know; what it has said of them.
+    """
+    held = Held(engine, "*' run -d '*")
     with engine.popen("run", "-n", name, "--allow", "api.test", "-x", "true",
-                      env={"SANDBOX_TRACE": "1"}) as run:
+                      env={"SANDBOX_TRACE": "1", **held.env}) as run:
         assert run.stderr
         label = next(line for line in run.stderr if "--label sandbox.proxy" in line)
-        time.sleep(seconds)
-        return label
+        wait_for(lambda: held.made() == 2)
+    held.go()
+    return label
 
 
 # --- Commands for a shell, and the web service ---
