@@ -147,7 +147,7 @@ def neighbour(engine: Engine) -> Iterator[Path]:
     ) as listener:
         engine.started.remove(listener)  # it outlives the test that asks first
         notes = session.project / "notes"
-        wait_for(notes.exists)
+        wait_for(lambda: notes.exists() and notes.read_text())
         yield notes
 
 
