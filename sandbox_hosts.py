@@ -391,7 +391,7 @@ SILENT_SECONDS = 60  # after which a connection is given up: who keeps it says m
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60
 TRIES = 3  # of a call that does not begin though its host answers
 ERROR_BYTES, LOOK_MS = 1 << 20, 250  # of what a call says on stderr, and how often that is seen
-END_MS = 2000  # for a call to end after all
+END_MS = 20_000  # for a call to end after all: then what its session has kept is gone
 CANCEL_SECONDS = 600  # for which a host that does not answer keeps a job that was cancelled
 
 

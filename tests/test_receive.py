@@ -461,6 +461,15 @@ def test_a_follower_ends_with_what_it_follows_and_no_sooner(
     assert far.follow("lost", "never asked") == sandbox.KILLED and far.states == ["never asked"]
 
 
+def test_a_busy_host_hears_that_the_status_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what it keeps of a job would stay."""
+    far, heard = Follower(tmp_path, monkeypatch), tmp_path / "heard"
+    far.command = ["sh", "-c", f"printf 'e\\0\\0\\0\\0010'; sleep 2.5; head -c 1 >{heard}"]
+    assert far.follow() == 0 and heard.read_text() == "!"
+
+
 @pytest.mark.parametrize("lasts, calls", [(True, 11), (False, sandbox_hosts.TRIES + 1)])
 def test_the_end_of_a_program_is_awaited_though_often_cut(monkeypatch: pytest.MonkeyPatch,
                                                           lasts: bool, calls: int) -> None:
