@@ -5,6 +5,7 @@ What is removed, installed or stopped in it stays as it is outside. It has no ne
 loopback; packages come from a repository of the tests' own.
 """
 
+import fcntl
 import hashlib
 import os
 import pwd
@@ -172,7 +173,10 @@ class Machine:
 def download(package: str, folder: Path) -> None:
     """Fetch a package that the distribution has, by the lists that are here or by new ones."""
     argv = ["apt-get", "download", "-qq", package]
-    if subprocess.run(argv, cwd=folder, capture_output=True, timeout=300).returncode:
+    with open("/run/sandbox-test-apt.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # apt-get fails where another one fetches lists
+        if not subprocess.run(argv, cwd=folder, capture_output=True, timeout=300).returncode:
+            return
         subprocess.run(["apt-get", "update", "-qq"], check=True, capture_output=True, timeout=300)
         if subprocess.run(["apt-cache", "show", package], capture_output=True).returncode == 0:
             subprocess.run(argv, cwd=folder, check=True, capture_output=True, timeout=300)
