@@ -268,7 +268,9 @@ def is_settled(folder: Path) -> bool:
 
 
 def children(process: int) -> list[int]:
-    found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    found: list[str] = []
+    with contextlib.suppress(OSError):  # it has ended
+        found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return [inner for child in map(int, found) for inner in (child, *children(child))]
 
 
@@ -286,17 +288,47 @@ def cut(process: Process) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+# An ssh that is given so many bytes, and no more until it ends: nothing is over before it is cut.
+STALLING = """#!/usr/bin/python3
+import os, select, sys
+ssh, left, (out, end) = sys.argv[0] + ".real", 100 << 20, os.pipe()
+if os.fork():
+    os.dup2(out, 0)
+    os.close(end)
+    os.execv(ssh, [ssh, *sys.argv[1:]])
+os.close(out)
+os.dup2(end, 1)
+os.close(end)
+try:
+    while left and (data := os.read(0, min(left, 65536))):
+        left -= len(data)
+        while data:
+            data = data[os.write(1, data):]
+    poller = select.poll()
+    poller.register(0, 0)
+    poller.register(1, 0)
+    left or poller.poll()
+except BrokenPipeError:
+    pass
+"""
+
+
 def test_a_cut_seed_goes_on(far: Far, name: str) -> None:
     for number in range(40):
         (far.project / f"{number:02}").write_bytes(os.urandom(8 << 20))
     wait_for(lambda: is_settled(far.project))
     argv = far.engine.sandbox_argv("run", "--on", "big", "-n", name, "-x", "true")
-    where = far.engine.where(cwd=far.project, env=far.there.environ)
+    folder = far.engine.directory()
+    (folder / "ssh").write_text(STALLING)
+    (folder / "ssh").chmod(0o755)
+    (folder / "ssh.real").symlink_to(far.there.folder / "ssh")
+    stalls = {"PATH": f"{folder}:{far.there.environ['PATH']}"}
+    where = far.engine.where(cwd=far.project, env=far.there.environ | stalls)
     far.names.append(name)
 
     def some_are_there() -> bool:
         mirrors = far.volumes("mirror")
-        return bool(mirrors) and (far.files(mirrors[0]) / "from" / "05").exists()
+        return bool(mirrors) and len([*(far.files(mirrors[0]) / "from").glob("[0-9][0-9]")]) > 1
 
     with Process(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                  text=True, start_new_session=True, **where) as process:
@@ -317,6 +349,22 @@ def written(folder: Path) -> set[Path]:
     return {path for path in folder.iterdir() if path.name.startswith(".shadow-")}
 
 
+DIES = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import sandbox
+rename, left = os.rename, 100
+def dies(source, *words, **more):
+    global left
+    left -= str(source).startswith(".shadow-")
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(source, *words, **more)
+os.rename = dies
+sandbox.leave(sandbox.main(sys.argv[2:]))
+"""
+
+
 def test_a_cut_merge_goes_on(far: Far, name: str) -> None:
     """Cut as soon as its helper is seen, or a little later, or killed while it writes: each file is
     the old one or the new.
@@ -326,16 +374,14 @@ def test_a_cut_merge_goes_on(far: Far, name: str) -> None:
            far.files(far.volumes("copy")[0]).iterdir()}
     for pause in range(4):
         argv = far.engine.sandbox_argv("merge", f"{name}@big")
+        if pause % 2:
+            argv = [argv[0], "-I", "-c", DIES, *argv[1:]]
         where = far.engine.where(cwd=far.project, env=far.there.environ)
         with Process(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
                      stderr=subprocess.PIPE, start_new_session=True, **where) as process:
-            wait_for(lambda: "sandbox-mirror" in far.docker("ps", "--format", "{{.Names}}")
-                     or process.poll() is not None)
-            if pause % 2:
-                while process.poll() is None and not written(far.project):
-                    pass
-                process.kill()
-            else:
+            if not pause % 2:
+                wait_for(lambda: "sandbox-mirror" in far.docker("ps", "--format", "{{.Names}}")
+                         or process.poll() is not None)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(pause / 5)
                 cut(process)
