@@ -309,6 +309,7 @@ def test_what_is_kept_outlives_the_log_and_is_out_of_reach(engine: Engine) -> No
         os.truncate(path, 0)  # as it is when the engine begins it anew
         assert hosts_of(session.net("log").stdout) == ["127.0.0.1", "secret.test"]
         assert session.answers("secret.test", "new.test") == ["403", "403"]
+        wait_for(lambda: "new.test" in engine.run("logs", session.proxy).stdout)
         log = session.net("log").stdout.splitlines()
         assert hosts_of("\n".join(log)) == ["127.0.0.1", "secret.test", "secret.test", "new.test"]
         assert json.loads(log[1])["count"] == 2
