@@ -1053,8 +1053,14 @@ def test_a_turn_that_nobody_answers_goes_on_after_its_deadline(given: Broker,
 
 def test_a_turn_is_handed_on_by_who_is_silent(given: Broker, vendor: Upstream) -> None:
     given.ask(do="set", turns=0.5)
-    with Asker(given) as silent, Asker(given) as host, given.connect() as sock:
+    with (Asker(given) as silent, Asker(given) as host, given.connect() as sock,
+          contextlib.ExitStack() as stack):
         assert silent.say(do="watch") == host.say(do="watch") == {"ok": True}
+        for _ in range(12):  # are asked behind the host, which has their time too
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.connect(str(given.directory / "control"))
+            other.sendall(b'{"do": "watch"}\n')
+            assert read_until(other, b"\n") == b'{"ok": true}\n'
         sock.sendall(given.request("POST", "/anthropic/v1/messages", PROMPT))
         host.write(do="turn", id=host.read_until("turn")["turn"], error="the disk is full")
         assert status(read_all(sock)) == 402 and vendor.requests == []
