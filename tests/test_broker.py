@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import pytest
 from conftest import ROOT, Engine, Result, on_docker, unique_name
-from service import wait_for
+from service import free_port, wait_for
 from test_agents import each_agent, image
 from test_proxy import (
     OUTSIDE,
@@ -33,7 +33,6 @@ from test_proxy import (
     Handler,
     Outside,
     Proxy,
-    free_port,
     read_all,
     read_exactly,
     read_until,

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import pytest
 from conftest import ROOT
-from service import wait_for
+from service import free_port, wait_for
 
 import sandbox
 
@@ -51,11 +51,6 @@ proxy = load()
 
 
 # --- The program ---
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Proxy:
