@@ -715,6 +715,27 @@ def test_a_spare_connection_that_has_died_is_not_used(given: Broker, good: ssl.S
         assert len(upstream.requests) == 2
 
 
+def test_one_spare_is_made_for_two_requests() -> None:
+    row = {**TABLE["providers"]["anthropic"], "url": f"http://{OUTSIDE}", "keys": {}}
+    provider = load_module("broker").Provider("anthropic", row, None)
+    opened, go = threading.Semaphore(0), threading.Event()
+
+    def open_late() -> socket.socket:
+        opened.release()
+        assert go.wait(SECONDS)
+        return socket.socket()
+
+    provider.open = open_late
+    other = threading.Thread(target=provider.make_spare)
+    other.start()
+    assert opened.acquire(timeout=SECONDS)
+    provider.make_spare()
+    go.set()
+    other.join()
+    assert len(provider.spares) == 1 and not opened.acquire(blocking=False)
+    provider.spares[0][1].close()
+
+
 # --- Use ---
 
 

@@ -118,6 +118,7 @@ class Provider:
         self.counted, self.free = ([re.compile(text) for text in row[kind]]
                                    for kind in ("counted", "free"))
         self.spares: list[tuple[float, socket.socket]] = []
+        self.making = threading.Lock()  # a spare
         self.turn = 0  # the checksum of the request that began the last one
 
     def refusal(self, kind: str, reason: str, status: int = 0) -> Refusal:
@@ -161,9 +162,15 @@ class Provider:
             raise
 
     def make_spare(self) -> None:
-        with suppress(OSError, proxy.Answer):
+        if not self.making.acquire(blocking=False):
+            return  # one for both requests
+        try:
             if not self.spares:
                 self.spares.append((time.monotonic(), self.open()))
+        except (OSError, proxy.Answer):
+            pass
+        finally:
+            self.making.release()
 
     def with_keys(self, request: proxy.Request, query: str) -> tuple[str, bool]:
         """The query without a key, and whether one was known; the headers get the real ones."""
