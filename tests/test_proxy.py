@@ -546,7 +546,9 @@ def test_rules_of_the_start_are_only_for_the_start(net: Proxy) -> None:
     assert json.loads((net.directory / "rules.json").read_text()) == {"allow": ["10.0.0.1"]}
     net.allow("10.0.0.2")
     net.processes[-1].kill()
+    net.processes[-1].wait()
     net.serve({"allow": ["10.0.0.1"]})
+    wait_for(lambda: connects(net))
     assert json.loads((net.directory / "rules.json").read_text())["allow"] == ["10.0.0.2"]
 
 
