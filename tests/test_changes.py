@@ -249,8 +249,8 @@ def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: s
     turns.run("-x", "true")
     if how == "left":
         with turns.engine.pty("run", "-n", turns.name, "--checkpoint", "-x",
-                              f"echo x >began; {wait}") as terminal:
-            wait_for(lambda: turns.there("cat began"))
+                              f"echo begun; {wait}") as terminal:
+            terminal.expect("begun")  # the client reads keys by now
             terminal.send("\x1cd")
             assert terminal.wait() == 0
     elif how == "killed":
