@@ -237,7 +237,8 @@ def test_turns_at_once_are_marked(turns: Turns) -> None:
 
 
 def test_strict_does_not_pass_what_may_still_write(turns: Turns) -> None:
-    left = turns.run("--strict", "-x", "setsid sleep 98764 </dev/null >/dev/null 2>&1 & echo done")
+    left = turns.run("--strict", "-x", "setsid sleep 98764 </dev/null >/dev/null 2>&1 & "
+                     "until pgrep -fx 'sleep 98764' >/dev/null; do sleep 0.1; done; echo done")
     assert (left.returncode, left.stdout) == (3, "done\n"), left.stderr
     assert "sleep 98764 runs on: what it changes from now on is in no turn" in left.stderr
     assert turns.run("--strict", "-x", "true").returncode == 0  # the next turn has not started it
@@ -274,7 +275,7 @@ def test_a_turn_ends_when_its_program_does_whoever_is_there(turns: Turns, how: s
 def test_a_turn_does_not_last_as_long_as_what_its_program_left(turns: Turns) -> None:
     left = turns.run("-d", "--checkpoint", "-x",
                      "setsid sh -c 'echo x >made; exec sleep 98763' </dev/null >/dev/null 2>&1 & "
-                     "until [ -e made ]; do sleep 0.1; done")
+                     "until pgrep -fx 'sleep 98763' >/dev/null; do sleep 0.1; done")
     assert left.returncode == 0, left.stderr
     (turn,) = turns.ended()
     assert turns.changed(turn["id"]) == {"made"}
