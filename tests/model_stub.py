@@ -29,8 +29,17 @@ PROMPT_CHARS = 40
 ASKED_SECONDS = 90.0
 OUTPUT_CHARS = 400
 
-# Codex gives its own models one tool, which runs JavaScript that calls the others.
-CODE = "text((await tools.exec_command({cmd: COMMAND})).output)"
+# Codex gives its own models one tool, which runs JavaScript that calls the others. What it starts
+# is left to itself after ten seconds, unless one asks for more.
+CODE = """\
+// @exec: {"yield_time_ms": 120000}
+let ran = await tools.exec_command({cmd: COMMAND}), output = ran.output;
+while (ran.session_id) {
+  ran = await tools.write_stdin({session_id: ran.session_id, chars: ""});
+  output += ran.output;
+}
+text(output)
+"""
 
 # The shell tools of the agents, with the arguments they take.
 SHELL_TOOLS: dict[str, Callable[[str], dict[str, Json]]] = {
