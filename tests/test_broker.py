@@ -5,6 +5,7 @@ Everything is on loopback. The upstream speaks TLS with a certificate of an auth
 """
 
 import contextlib
+import fcntl
 import json
 import re
 import shlex
@@ -1243,6 +1244,17 @@ def equip(directory: Path, ca: Ca, keys: Iterable[str]) -> None:
         shutil.copy(ROOT / "tests" / name, directory)
 
 
+def taken(path: Path) -> list[Any]:
+    """The requests that the vendors have noted, which are gone then; more may come meanwhile."""
+    if not path.exists():
+        return []
+    with open(path, "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        lines = [json.loads(line) for line in file]
+        file.truncate(0)
+    return lines
+
+
 class Lab:
     """A container with the agents, the vendors and the broker."""
 
@@ -1306,10 +1318,7 @@ class Lab:
 
     def requests(self) -> list[Any]:
         """Those to the vendors since the last call."""
-        path = self.directory / "requests"
-        lines = path.read_text().splitlines() if path.exists() else []
-        path.unlink(missing_ok=True)
-        return [json.loads(line) for line in lines]
+        return taken(self.directory / "requests")
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.directory / "log").read_text().splitlines()]

@@ -26,7 +26,7 @@ from test_agents import (
     type_prompt,
     type_words,
 )
-from test_broker import ASK, TABLE, VENDORS, Ca, ca, equip
+from test_broker import ASK, TABLE, VENDORS, Ca, ca, equip, taken
 
 import sandbox
 import sandbox_keys
@@ -224,9 +224,7 @@ class Hidden:
 
     def requests(self) -> list[Any]:
         """Those to the vendors since the last call."""
-        lines = self.requests_text().splitlines()
-        (self.directory / "requests").unlink(missing_ok=True)
-        return [json.loads(line) for line in lines]
+        return taken(self.directory / "requests")
 
     def end(self) -> None:
         self.engine.remove({self.vendors})

@@ -7,6 +7,7 @@ DIRECTORY/keys gets a 401; no argument has them, where tests search for them. Ea
 of DIRECTORY/requests: [method, path, [[header, value], ...], body].
 """
 
+import fcntl
 import io
 import json
 import ssl
@@ -43,6 +44,7 @@ class Handler(model_stub.Handler):
         """Whether the request has one of the keys."""
         line = [self.command, self.path, self.headers.items(), body.decode()]
         with open(DIRECTORY / "requests", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # who reads them takes whole lines
             file.write(json.dumps(line) + "\n")
         return any(value.removeprefix("Bearer ") in KEYS for value in self.headers.values())
 
