@@ -380,7 +380,7 @@ def leave_agent(terminal: Terminal, again: str) -> None:
             terminal.expect(again)
             terminal.send("\x03")
         try:
-            terminal.expect("Keep it? [y] ", timeout=20)
+            terminal.expect("Keep it? [y] ")
             return
         except pytest.fail.Exception:
             if not again or time.monotonic() > deadline:
