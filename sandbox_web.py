@@ -40,6 +40,7 @@ All that it uses of sandbox.py (a test compares this list with the code):
 
 from __future__ import annotations
 
+import base64
 import codecs
 import errno
 import fcntl
@@ -344,8 +345,6 @@ def split_target(target: str) -> tuple[str, dict[str, str]]:
 CSP = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
        "font-src 'self'; connect-src 'self'; manifest-src 'self'; worker-src 'self'; "
        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'")
-# xterm.js writes style elements of its own and takes no nonce for them.
-CSP_OF_TERMINALS = CSP.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
 COMMON = {
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
@@ -937,6 +936,7 @@ class Handler(BaseHTTPRequestHandler):
 
 # --- Pages ---
 
+RELOAD = "ui/reload.js"  # is in each page, not beside it: it has to be there when others are not
 
 def asset_names() -> list[str]:
     """Paths below static/ of what pages are made from, in a checkout, a wheel or a zipapp."""
@@ -975,15 +975,26 @@ def packed_asset(name: str) -> tuple[bytes, str, bool]:
         body = sandbox.asset("ui/tokens.css") + body
     if name.endswith(".html"):
         body = body.replace(b"{{version}}", asset_version().encode())
+        body = body.replace(b"{{reload}}", sandbox.asset(RELOAD))
     packed = gzip.compress(body, 9, mtime=0)
     return (packed, type, True) if len(packed) < len(body) * 0.9 else (body, type, False)
+
+
+@lru_cache
+def policy_of(page: str) -> str:
+    """The policy of a page: of all scripts in it, the one that loads it again may run."""
+    digest = base64.b64encode(hashlib.sha256(sandbox.asset(RELOAD)).digest()).decode()
+    policy = CSP.replace("script-src 'self'", f"script-src 'self' 'sha256-{digest}'")
+    if page == "ui/index.html":  # xterm.js writes style elements, and takes no nonce for them
+        policy = policy.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
+    return policy
 
 
 def asset_route(name: str) -> Callable[[App, Request, Params], Answer]:
     """A route to one file, or to those of a folder (`ui/`) at an address with their hash."""
     def get(_app: App, _request: Request, params: Params) -> Answer:
         body, type, packed = packed_asset(name + params.get("file", ""))
-        headers = {"Content-Security-Policy": CSP_OF_TERMINALS} if name == "ui/index.html" else {}
+        headers = {"Content-Security-Policy": policy_of(name)} if name.endswith(".html") else {}
         if params.get("version") == asset_version():
             headers["Cache-Control"] = "private, max-age=31536000, immutable"
         return Answer(body, type, headers=headers, packed=packed)

@@ -69,6 +69,10 @@ TOASTED = """document.addEventListener("DOMContentLoaded", () => {
     }).observe(box, { childList: true });
 });"""
 
+# That all parts of a page have come; one that has lost some is about to load itself again.
+SETTLED = ("document.readyState === 'complete' && (!location.protocol.startsWith('http') || "
+           "!/[1-4]/.test(sessionStorage.getItem('reloads')))")
+
 
 class Page:
     """One tab: what it has asked for and complained about, and hands for it."""
@@ -84,6 +88,7 @@ class Page:
         self.bytes = 0
         self.dialogs: list[str] = []  # by their types
         self.dialog_answer = True
+        self.losing: set[str] = set()  # ends of addresses, each of which is lost once; see lose()
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call("Page.addScriptToEvaluateOnNewDocument", source=TOASTED)
@@ -121,6 +126,14 @@ class Page:
         elif event == "Runtime.consoleAPICalled" and data["type"] in ("error", "warning", "assert"):
             self.errors.append(" ".join(str(a.get("value", a.get("description")))
                                         for a in data["args"]))
+        elif event == "Fetch.requestPaused":
+            lost = {end for end in self.losing if data["request"]["url"].endswith(end)}
+            self.losing -= lost
+            if lost:
+                self.send("Fetch.failRequest", requestId=data["requestId"],
+                          errorReason="ConnectionAborted")
+            else:
+                self.send("Fetch.continueRequest", requestId=data["requestId"])
         elif event == "Page.javascriptDialogOpening":
             self.dialogs.append(data["type"])
             self.send("Page.handleJavaScriptDialog", accept=self.dialog_answer)
@@ -167,13 +180,17 @@ class Page:
 
     def settle(self) -> None:
         """Take in all that the page has said and asked for, when it is there."""
-        self.wait("document.readyState === 'complete'")
+        self.wait(SETTLED)
 
     def goto(self, url: str) -> None:
         self.call("Page.navigate", url=url)
-        self.wait(
-            "document.readyState === 'complete' && "
-            f"location.href.startsWith({json.dumps(url.split('#')[0])})")
+        self.wait(f"{SETTLED} && location.href.startsWith({json.dumps(url.split('#')[0])})")
+
+    def lose(self, *ends: str) -> None:
+        """Have the next request of each address that ends so fail on its way."""
+        self.call("Network.setCacheDisabled", cacheDisabled=True)
+        self.losing = set(ends)
+        self.call("Fetch.enable", patterns=[{"urlPattern": f"*{end}"} for end in ends])
 
     def resize(self, size: tuple[int, int], dark: bool = False) -> None:
         """Be a desktop's or a phone's screen, light or dark."""

@@ -60,7 +60,8 @@ def fill_login(page: Page) -> None:
     page.fill("#username", "admin")
     page.fill("#password", PASSWORD)
     page.press("Enter")
-    page.wait("!location.pathname.includes('login') && document.readyState === 'complete'")
+    page.wait("!location.pathname.includes('login')")
+    page.settle()
 
 
 def cookie_of(page: Page) -> str:
@@ -162,6 +163,51 @@ def test_the_first_page_is_light(page: Page, service: Service) -> None:
     page.wait("performance.getEntriesByType('resource').every((entry) => entry.responseEnd)")
     assert 0 < page.bytes < FIRST_PAGE_BYTES
     assert not [url for url in page.requests if "vendor" in url or "terminal" in url]
+
+
+def test_a_part_of_a_page_that_is_lost_on_its_way_is_asked_for_again(browser: Browser,
+                                                                     service: Service,
+                                                                     name: str) -> None:
+    """As when a container comes or goes on the browser's machine."""
+    service.create(name)
+    page = browser.page()
+    page.call("Network.clearBrowserCookies")
+    for lost in ("login.js", "login.css"):
+        page.lose(lost)
+        page.goto(f"http://{service.address}/auth/login")
+        assert not page.losing
+    fill_login(page)
+    page.see(name)
+    for path, seen in (("/", "Choose a session"), ("/preview", name)):
+        for lost in ("tokens.css", "/main.js", "/dom.js", "/typed.js"):
+            page.lose(lost)
+            page.call("Page.navigate", url="about:blank")
+            page.goto(f"http://{service.address}{path}")
+            page.see(seen)
+            assert not page.losing
+    for screen in ("agent", "command"):
+        page.lose(f"/{screen}.js")
+        open_screen(page, service, name, screen)
+        assert not page.losing and not page.eval("document.querySelector('.problem')")
+    page.lose("/usage.js")
+    page.call("Page.navigate", url="about:blank")
+    page.goto(f"http://{service.address}/#/usage")
+    page.see("Usage", "h1")
+    assert not page.losing
+    page.close()
+
+
+def test_a_part_of_a_page_that_never_comes_is_not_asked_for_for_ever(page: Page,
+                                                                     service: Service) -> None:
+    page.call("Network.setBlockedURLs", urls=["*/dom.js"])
+    page.goto(f"http://{service.address}/?again")
+    page.wait("sessionStorage.getItem('reloads') === '5'")
+    page.settle()
+    page.requests.clear()
+    time.sleep(1)
+    page.settle()
+    assert not [url for url in page.requests if url.endswith("/main.js")]
+    page.errors.clear()  # those of what was blocked
 
 
 def test_the_harness_waits_for_a_page_that_is_being_left(page: Page, service: Service) -> None:

@@ -6,7 +6,7 @@ const [{ api, link }, { $, drawn, h, pointed, putAt, say, toast },
   { ago, changesAddress, changesText, lasted, tailOf, usageText, working },
   { agentName, refresh, startPolling, store }, { AgentStream }, { plain }, { setTitle, startNews }] =
   await Promise.all(["api.js", "dom.js", "format.js", "store.js", "events.js", "markdown.js", "news.js"]
-    .map((name) => import(ui + name)));
+    .map((name) => import(ui + name).catch(() => import(ui + name))));
 
 const TAIL_BYTES = 16384; // an event of a few letters may take 300
 const SHOWN_LINES = 40;

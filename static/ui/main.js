@@ -46,7 +46,7 @@ const PAGES = { // beside those of a session
   "": ["sandbox", () => showHome()],
   new: ["New session — sandbox", () => showWith(agentsKnown(), () => mountForm(main, { // it has a choice for each
     created: (made) => (location.hash = addressOf(made.name)) }))],
-  usage: ["Usage — sandbox", () => showWith(import("./usage.js"), ({ mountAll }) => mountAll(main))],
+  usage: ["Usage — sandbox", () => showWith(SCREENS.usage[1]().catch(SCREENS.usage[1]), ({ mountAll }) => mountAll(main))],
 };
 
 /** Mount a page when what it needs is there, unless another one is shown by then. */
@@ -126,7 +126,8 @@ async function showSession(name, screen, turn) {
     view.screen?.unmount?.();
   };
   try {
-    const [module, detail] = await Promise.all([SCREENS[screen][1](), load()]);
+    const fetched = SCREENS[screen][1];
+    const [module, detail] = await Promise.all([fetched().catch(fetched), load()]);
     if (view.gone) return;
     body.replaceChildren();
     view.screen = module.mount(body, { name, turn, session: detail, reload: view.reload });
