@@ -185,9 +185,11 @@ def test_a_part_of_a_page_that_is_lost_on_its_way_is_asked_for_again(browser: Br
             page.goto(f"http://{service.address}{path}")
             page.see(seen)
             assert not page.losing
-    for screen in ("agent", "command"):
-        page.lose(f"/{screen}.js")
+    for screen, lost in (("agent", "/agent.js"), ("command", "/command.js"),
+                         ("terminal", "/xterm.mjs"), ("terminal", "/xterm.css")):
+        page.lose(lost)
         open_screen(page, service, name, screen)
+        page.wait("document.querySelector('.xterm-rows, .composer')")
         assert not page.losing and not page.eval("document.querySelector('.problem')")
     page.lose("/usage.js")
     page.call("Page.navigate", url="about:blank")

@@ -81,7 +81,7 @@ export function render(element, text) {
   element.source = text;
   if (element.rendering) return;
   element.rendering = true;
-  ready ??= load().catch(() => null);
+  ready ??= load().catch(load).catch(() => null);
   ready.then(async (markdown) => {
     await new Promise((done) => setTimeout(done, element.childNodes.length ? 60 : 0)); // not for every letter
     element.rendering = false;

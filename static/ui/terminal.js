@@ -26,7 +26,7 @@ async function load() {
   const [core, fit, search, links, unicode] = await Promise.all([
     import("./vendor/xterm.mjs"), import("./vendor/addon-fit.mjs"), import("./vendor/addon-search.mjs"),
     import("./vendor/addon-web-links.mjs"), import("./vendor/addon-unicode11.mjs"),
-    new Promise((done) => (style.onload = style.onerror = done)),
+    new Promise((done, lost) => Object.assign(style, { onload: done, onerror: () => lost(new Error("xterm.css")) })),
   ]);
   return { ...core, ...fit, ...search, ...links, ...unicode };
 }
@@ -455,7 +455,7 @@ export function mount(root, context) {
   }
 
   async function open(what, instead) {
-    libraries ??= load().catch((error) => {
+    libraries ??= load().catch(load).catch((error) => {
       libraries = null;
       throw new Error(`the terminal's libraries are missing: ${error.message}`);
     });
