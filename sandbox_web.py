@@ -938,6 +938,7 @@ class Handler(BaseHTTPRequestHandler):
 
 RELOAD = "ui/reload.js"  # is in each page, not beside it: it has to be there when others are not
 
+
 def asset_names() -> list[str]:
     """Paths below static/ of what pages are made from, in a checkout, a wheel or a zipapp."""
     here = os.path.dirname(os.path.abspath(sandbox.__file__))
